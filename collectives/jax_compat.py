@@ -1,0 +1,142 @@
+"""Everything that touches `jax.extend`, `jax.interpreters` or a private name of JAX, in one place.
+
+The other modules import from here, so that a new JAX version is one file's work. Tried with JAX 0.10 and 0.12.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import jax.extend.core
+import jax.extend.core.primitives as _extend_primitives
+from jax import lax
+from jax._src import config as _config
+from jax._src import core as _core
+from jax._src import dtypes as _dtypes
+from jax._src import source_info_util as _source_info
+from jax.interpreters import ad as ad
+from jax.interpreters import batching as batching
+
+Primitive = jax.extend.core.Primitive
+JaxprEqn = jax.extend.core.JaxprEqn
+Literal = jax.extend.core.Literal
+Var = jax.extend.core.Var
+ShapedArray = jax.core.ShapedArray
+Tracer = jax.core.Tracer
+Atom = Any  # Var | Literal; both classes are opaque to type checkers
+
+INLINED: Final = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+}
+"""Call primitives whose bodies are planned in place: name to the parameter that holds the body."""
+
+
+def primitive(name: str) -> Primitive | None:
+    """JAX's own primitive of this name, or None where this version has none."""
+    for module in (_extend_primitives, lax, lax.linalg):
+        found = getattr(module, f"{name}_p", None)
+        if found is not None:
+            return found
+    return None
+
+
+def typeof(value: Any) -> Any:
+    """The aval of a value, weak type included. Raises `TypeError` for what is no JAX type."""
+    return jax.typeof(value)
+
+
+def as_closed(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """A jaxpr, closed or open, as (jaxpr, consts)."""
+    consts = list(getattr(jaxpr, "consts", ()))
+    return getattr(jaxpr, "jaxpr", jaxpr), consts
+
+
+def trace_context() -> Hashable:
+    """What, besides the arguments, a trace depends on: the x64 flag, matmul precision, PRNG implementation, ..."""
+    return _config.trace_context()
+
+
+def bind(eqn: JaxprEqn, operands: list[Any], params: dict[str, Any]) -> list[Any]:
+    """Apply an equation's primitive to operands, with other parameters."""
+    results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def new_equation(like: JaxprEqn, primitive: Primitive, invars: list[Atom], outvars: list[Var]) -> JaxprEqn:
+    """A parameterless equation at the source position of another."""
+    return jax.extend.core.new_jaxpr_eqn(invars, outvars, primitive, {}, set(), like.source_info)
+
+
+def register_array_type(cls: type, aval: Callable[[Any], Any]) -> None:
+    """Let JAX's tracers take values of `cls` as constants. `aval` may raise: its message is the user's."""
+
+    def canonicalize(value: Any) -> Any:
+        aval(value)
+        return value
+
+    _core.pytype_aval_mappings[cls] = aval
+    _dtypes.canonicalize_value_handlers[cls] = canonicalize
+
+
+def under_make_jaxpr() -> bool:
+    """Whether `jax.make_jaxpr` is on the stack: it traces exactly as `jax.jit` does, so nothing else tells them apart."""
+    return any(
+        frame.f_code.co_name == "make_jaxpr_f" and "jax" in Path(frame.f_code.co_filename).parts for frame in _frames()
+    )
+
+
+def _frames() -> Iterator[Any]:
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where in the user's code an equation comes from: the function, the line, and the function's first line."""
+
+    function: str
+    file: str
+    line: int
+    first_line: int
+
+    def __str__(self) -> str:
+        """Function and line."""
+        return f"{self.function}:{self.line}" if self.function else "unknown"
+
+    @property
+    def offset(self) -> str:
+        """Function and line offset: the same wherever the function stands in its file."""
+        return f"{self.function}+{self.line - self.first_line}" if self.function else "unknown"
+
+
+UNKNOWN: Final = Source("", "", 0, 0)
+_OWN = tuple(str(Path(__file__).parents[1] / package) for package in ("placements", "collectives", "spmd"))
+
+
+def source_of(eqn: JaxprEqn) -> Source:
+    """The innermost frame of an equation's trace that is neither JAX's nor ours."""
+    traceback = eqn.source_info.traceback
+    if traceback is None:
+        return UNKNOWN
+    codes, lasti = traceback.raw_frames()
+    for code, at in zip(codes, lasti, strict=True):
+        if _source_info.is_user_filename(code.co_filename) and not code.co_filename.startswith(_OWN):
+            frame = _source_info.raw_frame_to_frame(code, at)
+            name = code.co_qualname.rpartition("<locals>.")[2]
+            return Source(name, code.co_filename, frame.start_line, code.co_firstlineno)
+    return UNKNOWN

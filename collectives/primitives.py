@@ -1,0 +1,133 @@
+"""THE table: per collective its primitive, its abstract evaluation, and what it says about one group.
+
+A collective primitive sits in a rank's local jaxpr. Its parameters are the same on every rank of a mesh but for
+`out_sizes`, the local sizes that it produces (static, and equal within a shape class):
+
+- `mesh`, `axes`: it acts in the group along `axes`, the first major;
+- `op`: a reduction; `root`: a flat index in the group; `pairs`: (source, destination) flat indices;
+- `dim`, `to_dim`: array dims; `split`, `to_split`, `have`, `want`: the intervals of a dim as formulas of the coordinate.
+
+`group_arguments` turns them into the arguments of `Communicator`, for one group. The simulator uses it for all groups, a
+back end for the one that its process is in. Lowering rules are added by the back ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax
+
+from collectives.jax_compat import Primitive, ShapedArray
+from collectives.simulated import GROUP
+from placements.intervals import Bounds, Intervals
+from placements.mesh import Coordinate, Mesh, group_positions
+
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One row: the primitive, the result's shape from operand and parameters, the arguments within one group."""
+
+    primitive: Primitive
+    out_shape: Callable[..., tuple[int, ...]]
+    arguments: Callable[[list[Coordinate], Arguments], Arguments]
+
+
+def _bounds(intervals: Intervals, mesh: Mesh, members: list[Coordinate]) -> tuple[Bounds, ...]:
+    return tuple(intervals.bounds(mesh, member) for member in members)
+
+
+def _lengths(intervals: Intervals, mesh: Mesh, members: list[Coordinate]) -> tuple[int, ...]:
+    return tuple(high - low for low, high in _bounds(intervals, mesh, members))
+
+
+def _same_shape(shape: tuple[int, ...], **_: Any) -> tuple[int, ...]:
+    return shape
+
+
+def _resized(shape: tuple[int, ...], *, out_sizes: tuple[tuple[int, int], ...], **_: Any) -> tuple[int, ...]:
+    """The operand's shape with the sizes of some dims replaced: `out_sizes` pairs a dim with its new size."""
+    sizes = dict(out_sizes)
+    return tuple(sizes.get(dim, size) for dim, size in enumerate(shape))
+
+
+def _op(members: list[Coordinate], params: Arguments) -> Arguments:
+    return {"op": params["op"]}
+
+
+def _gather(members: list[Coordinate], params: Arguments) -> Arguments:
+    return {"dim": params["dim"], "sizes": _lengths(params["split"], params["mesh"], members)}
+
+
+def _reduce_scatter(members: list[Coordinate], params: Arguments) -> Arguments:
+    return {"op": params["op"], **_gather(members, params)}
+
+
+def _all_to_all(members: list[Coordinate], params: Arguments) -> Arguments:
+    to_sizes = _lengths(params["to_split"], params["mesh"], members)
+    return {**_gather(members, params), "to_dim": params["to_dim"], "to_sizes": to_sizes}
+
+
+def _exchange(members: list[Coordinate], params: Arguments) -> Arguments:
+    have, want = (_bounds(params[name], params["mesh"], members) for name in ("have", "want"))
+    return {"dim": params["dim"], "have": have, "want": want}
+
+
+def _broadcast(members: list[Coordinate], params: Arguments) -> Arguments:
+    return {"root": params["root"]}
+
+
+def _permute(members: list[Coordinate], params: Arguments) -> Arguments:
+    return {"pairs": params["pairs"]}
+
+
+def _row(name: str, out_shape: Callable[..., tuple[int, ...]], arguments: Callable[..., Arguments]) -> Collective:
+    primitive = Primitive(name)
+
+    def abstract_eval(operand: Any, **params: Any) -> Any:
+        return ShapedArray(out_shape(operand.shape, **params), operand.dtype)
+
+    primitive.def_abstract_eval(abstract_eval)
+    return Collective(primitive, out_shape, arguments)
+
+
+TABLE: Final[dict[str, Collective]] = {
+    "all_gather": _row("all_gather", _resized, _gather),
+    "all_reduce": _row("all_reduce", _same_shape, _op),
+    "all_to_all": _row("all_to_all", _resized, _all_to_all),
+    "broadcast": _row("broadcast", _same_shape, _broadcast),
+    "exchange": _row("exchange", _resized, _exchange),
+    "permute": _row("permute", _same_shape, _permute),
+    "reduce_scatter": _row("reduce_scatter", _resized, _reduce_scatter),
+}
+"""Name to row; the names are those of the methods of `Communicator` and of `simulated.GROUP`."""
+
+BY_PRIMITIVE: Final[dict[Primitive, str]] = {row.primitive: name for name, row in TABLE.items()}
+
+
+def bind(name: str, operand: Any, *, mesh: Mesh, axes: tuple[str, ...], **params: Any) -> Any:
+    """Put the collective `name` on `operand` into the jaxpr that is being traced."""
+    return TABLE[name].primitive.bind(operand, mesh=mesh, axes=axes, **params)
+
+
+def group_arguments(name: str, members: list[Coordinate], params: Arguments) -> Arguments:
+    """The arguments of `Communicator.<name>` for the group with these coordinates, in group order."""
+    return TABLE[name].arguments(members, params)
+
+
+def simulate(name: str, buffers: tuple[jax.Array, ...], params: Arguments) -> tuple[jax.Array, ...]:
+    """The result at every position of the mesh, from the buffers at every position in row-major order.
+
+    `out_sizes` is ignored: the group's own sizes decide.
+    """
+    mesh: Mesh = params["mesh"]
+    out: list[Any] = [None] * len(buffers)
+    for group in group_positions(mesh, params["axes"]):
+        members = [mesh.coordinate_at(position) for position in group]
+        results = GROUP[name]([buffers[position] for position in group], **group_arguments(name, members, params))
+        for position, result in zip(group, results, strict=True):
+            out[position] = result
+    return tuple(out)

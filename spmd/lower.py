@@ -1,0 +1,273 @@
+"""From a Plan and a coordinate to the local jaxpr of a shape class, with explicit collective primitives.
+
+Shapes are static; everything else that depends on the rank comes from the coordinate, which is an argument of the local
+jaxpr (one int32 per mesh axis, first). Coordinates whose local shapes agree for every value share one jaxpr: a shape class.
+Lowering is evaluation of the plan under JAX's own tracer, so all classes have the same equations, one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from collectives import jax_compat, primitives
+from collectives.jax_compat import Literal, ShapedArray
+from collectives.simulated import identity, is_small_float
+from placements import Layout, Mesh, Split, Step
+from placements.intervals import length
+from placements.layout import Shape
+from placements.mesh import Coordinate
+from spmd.propagate import Move, Plan, PlannedEqn
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a local program runs: a coordinate of its shape class, for shapes, and the traced one, for everything else."""
+
+    mesh: Mesh
+    coordinate: Coordinate
+    index: tuple[Any, ...]
+
+    def flat_index(self, axes: Sequence[str]) -> Any:
+        """The traced index among the pieces over `axes`, the first major."""
+        flat: Any = np.int32(0)
+        for axis in axes:
+            at = self.mesh.axis_index(axis)
+            flat = lax.add(lax.mul(flat, np.int32(self.mesh.axes[at][1])), self.index[at])
+        return flat
+
+    def start(self, size: int, axes: Sequence[str]) -> Any:
+        """Where this rank's piece of a dim begins, traced: ceil(i*size/n) without overflow."""
+        if not axes:
+            return np.int32(0)
+        n = self.mesh.group_size(axes)
+        quotient, rest = divmod(size, n)
+        i = self.flat_index(axes)
+        ceiled = lax.div(lax.add(lax.mul(i, np.int32(rest)), np.int32(n - 1)), np.int32(n))
+        return lax.add(lax.mul(i, np.int32(quotient)), ceiled)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCall:
+    """What a rule's own local computation may know: its place, and the layouts and local shapes around it."""
+
+    place: Place
+    operand_layouts: tuple[Layout, ...]
+    result_layouts: tuple[Layout, ...]
+    result_shapes: list[Shape]
+
+    def offset(self, layout: Layout, shape: Shape, dim: int) -> Any | None:
+        """Where along `dim` this rank's part of an array of global `shape` begins, traced; None if it holds all."""
+        return self.place.start(shape[dim], layout.dims[dim]) if layout.dims[dim] else None
+
+
+def local_jaxpr(plan: Plan, coordinate: Coordinate) -> Any:
+    """The local jaxpr of the class of `coordinate`: inputs are its int32 indices, then the shards of the plan's inputs."""
+    mesh = plan.mesh
+    index = [ShapedArray((), np.dtype(np.int32))] * len(mesh.axes)
+    shards = [
+        ShapedArray(layout.local_shape(var.aval.shape, coordinate), var.aval.dtype, weak_type=var.aval.weak_type)
+        for var, layout in zip(plan.jaxpr.inputs, plan.arrivals, strict=True)
+    ]
+
+    def run(*values: Any) -> list[Any]:
+        place = Place(mesh, coordinate, values[: len(index)])
+        return evaluate(plan, place, values[len(index) :])
+
+    return jax.make_jaxpr(run)(*map(as_struct, (*index, *shards)))
+
+
+def as_struct(aval: Any) -> jax.ShapeDtypeStruct:
+    """An aval as an argument of `make_jaxpr`, weak type kept."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def evaluate(plan: Plan, place: Place, shards: Sequence[Any]) -> list[Any]:
+    """Run a plan on local values, at one place."""
+    values: dict[tuple[int, Layout], Any] = {}
+    for var, layout, shard in zip(plan.jaxpr.inputs, plan.arrivals, shards, strict=True):
+        values[id(var), layout] = shard
+    for var, constant in plan.jaxpr.constants:
+        values[id(var), Layout.replicated(plan.mesh, len(var.aval.shape))] = constant
+
+    def read(atom: Any, layout: Layout) -> Any:
+        if isinstance(atom, Literal) and layout.is_replicated:
+            return literal_value(atom)
+        return values[id(atom), layout]
+
+    def make(move: Move) -> Any:
+        value = read(move.atom, move.source)
+        for step in move.steps:
+            value = apply_step(step, value, move.atom.aval.shape, place)
+        values[id(move.atom), move.target] = value
+        return value
+
+    for move in plan.entry:
+        make(move)
+    for planned in plan.eqns:
+        for move in planned.moves:
+            make(move)
+        operands = [read(atom, layout) for atom, layout in zip(planned.eqn.invars, planned.operands, strict=True)]
+        for var, layout, value in zip(planned.eqn.outvars, planned.results, compute(planned, operands, place), strict=True):
+            values[id(var), layout] = value
+    return [
+        read(atom, layout) if move is None else make(move)
+        for atom, layout, move in zip(plan.jaxpr.outputs, plan.departures, plan.exits, strict=True)
+    ]
+
+
+def literal_value(atom: Any) -> Any:
+    """A literal's value with its own dtype (a Python scalar would be weakly typed)."""
+    return np.asarray(atom.val, atom.aval.dtype) if not atom.aval.weak_type else atom.val
+
+
+def compute(planned: PlannedEqn, operands: list[Any], place: Place) -> list[Any]:
+    """One equation's local computation."""
+    eqn, rule = planned.eqn, planned.rule
+    if planned.is_fallback:
+        return jax_compat.bind(eqn, operands, eqn.params)
+    if rule is None:
+        return operands[:1]
+    shapes = [
+        layout.local_shape(var.aval.shape, place.coordinate)
+        for var, layout in zip(eqn.outvars, planned.results, strict=True)
+    ]
+    if rule.local is not None:
+        return rule.local(LocalCall(place, planned.operands, planned.results, shapes), operands)
+    params = eqn.params if rule.resize is None else rule.resize(eqn.params, [np.shape(x) for x in operands], shapes)
+    return jax_compat.bind(eqn, operands, params)
+
+
+def apply_step(step: Step, value: Any, shape: Shape, place: Place) -> Any:
+    """One step of a move on a local value of an array of global `shape`."""
+    return LOWERINGS[step.name](step, value, shape, place)
+
+
+def _sizes(step: Step, shape: Shape, place: Place, *dims: int) -> tuple[tuple[int, int], ...]:
+    local = step.target.local_shape(shape, place.coordinate)
+    return tuple((dim, local[dim]) for dim in dims)
+
+
+def _in_float32(bind: Callable[[Any], Any], value: Any) -> Any:
+    """Reduce floats of 16 bits or fewer in float32."""
+    dtype = value.dtype
+    if not (jnp.issubdtype(dtype, jnp.floating) and is_small_float(dtype)):
+        return bind(value)
+    return lax.convert_element_type(bind(lax.convert_element_type(value, jnp.float32)), dtype)
+
+
+def _all_reduce(step: Step, value: Any, shape: Shape, place: Place) -> Any:
+    return _in_float32(
+        lambda x: primitives.bind("all_reduce", x, mesh=place.mesh, axes=step.axes, op=step.op), jnp.asarray(value)
+    )
+
+
+def _all_gather(step: Step, value: Any, shape: Shape, place: Place) -> Any:
+    dim = step.dim or 0
+    split = Split(shape[dim], step.source.dims[dim])
+    sizes = _sizes(step, shape, place, dim)
+    return primitives.bind("all_gather", value, mesh=place.mesh, axes=step.axes, dim=dim, split=split, out_sizes=sizes)
+
+
+def _reduce_scatter(step: Step, value: Any, shape: Shape, place: Place) -> Any:
+    dim = step.dim or 0
+    split = Split(shape[dim], step.target.dims[dim])
+    params = {"op": step.op, "dim": dim, "split": split, "out_sizes": _sizes(step, shape, place, dim)}
+    return _in_float32(
+        lambda x: primitives.bind("reduce_scatter", x, mesh=place.mesh, axes=step.axes, **params), value
+    )
+
+
+def _all_to_all(step: Step, value: Any, shape: Shape, place: Place) -> Any:
+    dim, to_dim = step.dim or 0, step.to_dim or 0
+    params = {
+        "dim": dim,
+        "to_dim": to_dim,
+        "split": Split(shape[dim], step.source.dims[dim]),
+        "to_split": Split(shape[to_dim], step.target.dims[to_dim]),
+        "out_sizes": _sizes(step, shape, place, dim, to_dim),
+    }
+    return primitives.bind("all_to_all", value, mesh=place.mesh, axes=step.axes, **params)
+
+
+def _exchange(step: Step, value: Any, shape: Shape, place: Place) -> Any:
+    dim = step.dim or 0
+    have, want = (Split(shape[dim], layout.dims[dim]) for layout in (step.source, step.target))
+    params = {"dim": dim, "have": have, "want": want, "out_sizes": _sizes(step, shape, place, dim)}
+    return primitives.bind("exchange", value, mesh=place.mesh, axes=step.axes, **params)
+
+
+def _starts(step: Step, shape: Shape, place: Place, inner: Layout, outer: Layout) -> Any:
+    """Where the piece of `inner` begins within that of `outer`, along the step's dim."""
+    dim = step.dim or 0
+    return lax.sub(place.start(shape[dim], inner.dims[dim]), place.start(shape[dim], outer.dims[dim]))
+
+
+def _slice(step: Step, value: Any, shape: Shape, place: Place) -> Any:
+    dim = step.dim or 0
+    start = _starts(step, shape, place, step.target, step.source)
+    size = step.target.local_shape(shape, place.coordinate)[dim]
+    return lax.dynamic_slice_in_dim(value, start, size, axis=dim)
+
+
+def _mask(step: Step, value: Any, shape: Shape, place: Place) -> Any:
+    """Coordinate 0 keeps a value whose repetition would change the reduction; for the other ops all keep it."""
+    if step.op not in ("sum", "prod", "xor"):
+        return value
+    value = jnp.asarray(value)
+    first = lax.eq(place.flat_index(step.axes), np.int32(0))
+    return lax.select(first, value, lax.full_like(value, identity(step.op, value.dtype)))
+
+
+def _pad(step: Step, value: Any, shape: Shape, place: Place) -> Any:
+    """The op's identity around the piece; for a mean zeros, and the value times the number of ranks."""
+    dim, op = step.dim or 0, step.op or "sum"
+    if op == "mean":
+        value = lax.mul(value, lax.full_like(value, place.mesh.group_size(step.axes)))
+    outer = lax.full(step.target.local_shape(shape, place.coordinate), identity(op, value.dtype))
+    return lax.dynamic_update_slice_in_dim(
+        outer, value, _starts(step, shape, place, step.source, step.target), axis=dim
+    )
+
+
+LOWERINGS: Final[dict[str, Callable[[Step, Any, Shape, Place], Any]]] = {
+    "all_gather": _all_gather,
+    "all_reduce": _all_reduce,
+    "all_to_all": _all_to_all,
+    "exchange": _exchange,
+    "mask": _mask,
+    "pad": _pad,
+    "reduce_scatter": _reduce_scatter,
+    "slice": _slice,
+}
+"""Per step of `placements.redistribute.STEPS` how it acts on a local value."""
+
+
+def uneven_splits(plan: Plan) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    """Every (size, axes) by which a plan splits a dim into pieces of two lengths, sorted."""
+    found: set[tuple[int, tuple[str, ...]]] = set()
+
+    def add(shape: Shape, layout: Layout) -> None:
+        pairs = zip(shape, layout.dims, strict=True)
+        found.update((size, axes) for size, axes in pairs if axes and size % plan.mesh.group_size(axes))
+
+    for var, layout in zip(plan.jaxpr.inputs, plan.arrivals, strict=True):
+        add(var.aval.shape, layout)
+    for planned in plan.eqns:
+        for var, layout in zip(planned.eqn.outvars, planned.results, strict=True):
+            add(var.aval.shape, layout)
+    for move, _ in plan.moves():
+        for step in move.steps:
+            add(move.atom.aval.shape, step.target)
+    return tuple(sorted(found))
+
+
+def shape_key(mesh: Mesh, splits: tuple[tuple[int, tuple[str, ...]], ...], coordinate: Coordinate) -> tuple[int, ...]:
+    """What the local shapes at a coordinate depend on: coordinates with equal keys are one shape class."""
+    return tuple(length(Split(size, axes).bounds(mesh, coordinate)) for size, axes in splits)

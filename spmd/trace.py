@@ -1,0 +1,247 @@
+"""From a function on whole arrays to one flat global jaxpr.
+
+JAX traces; then every call whose body is planned in place (jit, custom_jvp, custom_vjp, remat, ...) is inlined and what no
+result needs is dropped. Invariants of a `GlobalJaxpr`: each variable is bound once, by an input, a constant or an equation; no
+equation is one of `INLINED`; every equation is needed, or has an effect. Closed-over DArrays and large constants have
+become hidden inputs, after those of the arguments.
+
+Two primitives exist for tracing alone: `lift` turns a closed-over DArray into a tracer and vanishes here, `constrain` and
+`place_like` carry placements to the planner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+import jax
+import numpy as np
+
+from collectives.jax_compat import (
+    INLINED,
+    UNKNOWN,
+    Atom,
+    JaxprEqn,
+    Literal,
+    Primitive,
+    Source,
+    Var,
+    ad,
+    as_closed,
+    batching,
+    new_equation,
+    primitive,
+    source_of,
+)
+from placements import Mesh, P, Shard
+from placements.layout import Layout, resolve
+from spmd.errors import TransformationError
+
+LARGE_CONSTANT: Final = 1_000_000
+"""Closed-over constants above so many bytes become hidden inputs: else they would sit in every executable and digest."""
+
+_MESH: ContextVar[Mesh | None] = ContextVar("spmd_tracing_mesh", default=None)
+
+
+def tracing_mesh() -> Mesh | None:
+    """The mesh of the trace that is under way in this thread, or None outside one."""
+    return _MESH.get()
+
+
+@contextlib.contextmanager
+def tracing(mesh: Mesh) -> Iterator[None]:
+    """Mark that what is traced inside is traced for `mesh`."""
+    token = _MESH.set(mesh)
+    try:
+        yield
+    finally:
+        _MESH.reset(token)
+
+
+lift_p = Primitive("lift")
+lift_p.def_abstract_eval(lambda aval: aval)
+
+constrain_p = Primitive("constrain")
+constrain_p.def_abstract_eval(lambda aval, **_: aval)
+"""Identity; its result is placed as `placements` says. `pinned=False` marks a preference; `free_dims` are batch dims."""
+
+place_like_p = Primitive("place_like")
+place_like_p.def_abstract_eval(lambda aval, like: aval)
+"""Identity on the first operand, placed as the second is."""
+
+
+def _constrain_transpose(cotangent: Any, operand: Any, **params: Any) -> list[Any]:
+    return [constrain_p.bind(ad.instantiate_zeros(cotangent), **{**params, "pinned": False})]
+
+
+def _constrain_batch(operands: Sequence[Any], dims: Sequence[int], **params: Any) -> tuple[Any, int]:
+    at = dims[0]
+    named = {
+        axis: Shard(placement.dim + (placement.dim >= at)) if isinstance(placement, Shard) else placement
+        for axis, placement in params["placements"].named
+    }
+    free = (at, *(dim + (dim >= at) for dim in params["free_dims"]))
+    return constrain_p.bind(operands[0], **{**params, "placements": P(**named), "free_dims": free}), at
+
+
+def _place_like_batch(operands: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
+    """A batched value cannot be placed like one of another rank: the placement is left to propagation."""
+    if dims[0] == dims[1]:
+        return place_like_p.bind(*operands), dims[0]
+    return operands[0], dims[0]
+
+
+def _place_like_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    return place_like_p.bind(*primals), tangents[0]
+
+
+ad.deflinear2(constrain_p, _constrain_transpose)
+ad.primitive_jvps[place_like_p] = _place_like_jvp
+batching.primitive_batchers[constrain_p] = _constrain_batch
+batching.primitive_batchers[place_like_p] = _place_like_batch
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalJaxpr:
+    """A flat jaxpr over whole arrays; see the module for its invariants.
+
+    `hidden` are the values of the last inputs. `callers` are the calls, innermost first, that an equation was inlined from,
+    by its first result: where an equation itself knows no line of the user's, they do.
+    """
+
+    inputs: tuple[Var, ...]
+    eqns: tuple[JaxprEqn, ...]
+    outputs: tuple[Atom, ...]
+    constants: tuple[tuple[Var, Any], ...] = ()
+    hidden: tuple[Any, ...] = ()
+    callers: Mapping[Var, tuple[JaxprEqn, ...]] = field(default_factory=dict)
+
+    def source(self, eqn: JaxprEqn) -> Source:
+        """Where in the user's code an equation comes from."""
+        chain = (eqn, *(self.callers.get(eqn.outvars[0], ()) if eqn.outvars else ()))
+        return next((source for source in map(source_of, chain) if source.function), UNKNOWN)
+
+
+def trace(function: Callable[..., Any], avals: Sequence[Any], mesh: Mesh, is_hidden: Callable[[Any], bool]) -> GlobalJaxpr:
+    """Trace `function` of flat arguments for `mesh`. `is_hidden` says which closed-over constants become inputs."""
+    with tracing(mesh):
+        closed = jax.make_jaxpr(function)(*avals)
+    flat = _Flattening(is_hidden)
+    inputs = [Var(var.aval) for var in closed.jaxpr.invars]
+    outputs = flat.inline(closed, list(inputs))
+    eqns = drop_dead(flat.eqns, outputs)
+    used = {id(atom) for eqn in eqns for atom in eqn.invars} | {id(atom) for atom in outputs}
+    constants = tuple((var, value) for var, value in flat.constants if id(var) in used)
+    hidden = [(var, value) for var, value in flat.hidden if id(var) in used]
+    return GlobalJaxpr(
+        (*inputs, *(var for var, _ in hidden)),
+        tuple(eqns),
+        tuple(outputs),
+        constants,
+        tuple(value for _, value in hidden),
+        MappingProxyType(flat.callers),
+    )
+
+
+def drop_dead(eqns: list[JaxprEqn], outputs: list[Atom]) -> list[JaxprEqn]:
+    """The equations that an output needs, or that have an effect."""
+    needed = {id(atom) for atom in outputs}
+    kept = []
+    for eqn in reversed(eqns):
+        if eqn.effects or any(id(var) in needed for var in eqn.outvars):
+            kept.append(eqn)
+            needed.update(id(atom) for atom in eqn.invars)
+    return kept[::-1]
+
+
+class _Flattening:
+    """Inlines calls: collects equations over fresh variables, constants and hidden inputs (one per closed-over object)."""
+
+    def __init__(self, is_hidden: Callable[[Any], bool]) -> None:
+        self.is_hidden = is_hidden
+        self.eqns: list[JaxprEqn] = []
+        self.constants: list[tuple[Var, Any]] = []
+        self.hidden: list[tuple[Var, Any]] = []
+        self.of_constant: dict[int, Var] = {}
+        self.callers: dict[Var, tuple[JaxprEqn, ...]] = {}
+
+    def inline(self, jaxpr: Any, arguments: list[Atom], callers: tuple[JaxprEqn, ...] = ()) -> list[Atom]:
+        """Append the body of a jaxpr, and return its outputs."""
+        opened, consts = as_closed(jaxpr)
+        env: dict[Var, Atom] = dict(zip(opened.invars, arguments, strict=True))
+        env.update(zip(opened.constvars, map(self.constant, consts), strict=True))
+
+        def read(atom: Atom) -> Atom:
+            return atom if isinstance(atom, Literal) else env[atom]
+
+        for eqn in opened.eqns:
+            operands = [read(atom) for atom in eqn.invars]
+            if eqn.primitive is lift_p:
+                results: list[Atom] = operands
+            elif eqn.primitive.name in INLINED and INLINED[eqn.primitive.name] in eqn.params:
+                body = eqn.params[INLINED[eqn.primitive.name]]
+                results = self.inline(body, self.guard(eqn, operands), (eqn, *callers))
+            else:
+                results = [Var(var.aval) for var in eqn.outvars]
+                self.emit(eqn, operands, results)
+                self.callers.update({var: callers for var in results[:1]} if callers else {})
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in opened.outvars]
+
+    def emit(self, eqn: JaxprEqn, operands: list[Atom], results: list[Atom]) -> None:
+        """Append one equation; a barrier of several values becomes one barrier each."""
+        if eqn.primitive.name == "optimization_barrier":
+            for operand, result in zip(operands, results, strict=True):
+                self.eqns.append(new_equation(eqn, eqn.primitive, [operand], [result]))
+        else:
+            self.eqns.append(eqn.replace(invars=operands, outvars=results))
+
+    def guard(self, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+        """The operands of an inlined body. Those of a rematerialised one go behind an optimization barrier, as in JAX's own
+        lowering: else the compiler merges the recomputation with the forward pass."""
+        if not (eqn.params.get("differentiated") and eqn.params.get("prevent_cse")):
+            return operands
+        barrier = primitive("optimization_barrier")
+        assert barrier is not None
+        guarded: list[Atom] = [atom if isinstance(atom, Literal) else Var(atom.aval) for atom in operands]
+        for operand, result in zip(operands, guarded, strict=True):
+            if operand is not result:
+                self.eqns.append(new_equation(eqn, barrier, [operand], [result]))
+        return guarded
+
+    def constant(self, value: Any) -> Var:
+        """The variable of a closed-over constant."""
+        if id(value) not in self.of_constant:
+            var = Var(jax.typeof(value))
+            self.of_constant[id(value)] = var
+            (self.hidden if self.is_hidden(value) else self.constants).append((var, value))
+        return self.of_constant[id(value)]
+
+
+def constrain(x: Any, placements: P) -> Any:
+    """Pin the placement of a value inside a decorated function. The value is the same.
+
+    `placements` may hold `Partial()`, which is honoured, and `None` for axes left to propagation. The cotangent prefers the
+    same placement but is not pinned; under `vmap` the dims shift past the batch dim, which is left free.
+
+    Raises `TransformationError` outside a decorated function, `InvalidPlacement` where the placement does not fit.
+    """
+    mesh = tracing_mesh()
+    if mesh is None:
+        raise TransformationError(
+            "spmd.constrain: a constraint is part of a function decorated with spmd.jit. "
+            "Outside one, move a DArray with x.redistribute(P(...))."
+        )
+    aval = jax.typeof(x)
+    Layout.of(placements, mesh, aval.ndim)
+    return constrain_p.bind(x, placements=resolve(placements, mesh, aval.ndim), pinned=True, free_dims=())
+
+
+def is_large(value: Any) -> bool:
+    """Whether a closed-over array is above `LARGE_CONSTANT` bytes."""
+    return int(np.prod(np.shape(value), dtype=np.int64)) * jax.typeof(value).dtype.itemsize > LARGE_CONSTANT
+
