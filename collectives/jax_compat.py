@@ -75,6 +75,20 @@ def bind(eqn: JaxprEqn, operands: list[Any], params: dict[str, Any]) -> list[Any
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
+def dynamic_slice(operand: Any, starts: list[Any], sizes: tuple[int, ...]) -> Any:
+    """`lax.dynamic_slice` without the arithmetic that wraps negative starts: ours are in range."""
+    found = primitive("dynamic_slice")
+    assert found is not None
+    return found.bind(operand, *starts, slice_sizes=sizes)
+
+
+def dynamic_update_slice(operand: Any, update: Any, starts: list[Any]) -> Any:
+    """`lax.dynamic_update_slice` without the arithmetic that wraps negative starts: ours are in range."""
+    found = primitive("dynamic_update_slice")
+    assert found is not None
+    return found.bind(operand, update, *starts)
+
+
 def new_equation(like: JaxprEqn, primitive: Primitive, invars: list[Atom], outvars: list[Var]) -> JaxprEqn:
     """A parameterless equation at the source position of another."""
     return jax.extend.core.new_jaxpr_eqn(invars, outvars, primitive, {}, set(), like.source_info)

@@ -13,8 +13,11 @@ class AnnotationError(SpmdError, TypeError):
     """An annotation that cannot be evaluated, or a parameter whose placement is stated twice."""
 
 
-class TransformationError(SpmdError, TypeError):
-    """A decorated function or a DArray under a JAX transformation from outside."""
+class TransformationError(SpmdError, RuntimeError):
+    """A decorated function or a DArray under a JAX transformation from outside.
+
+    No `TypeError`: JAX catches those of an argument and raises its own, which would hide the remedy.
+    """
 
 
 class EagerError(SpmdError, TypeError):

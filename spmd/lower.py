@@ -35,22 +35,23 @@ class Place:
     index: tuple[Any, ...]
 
     def flat_index(self, axes: Sequence[str]) -> Any:
-        """The traced index among the pieces over `axes`, the first major."""
-        flat: Any = np.int32(0)
+        """The traced index among the pieces over `axes`, the first major; 0 for no axes."""
+        flat: Any = None
         for axis in axes:
             at = self.mesh.axis_index(axis)
-            flat = lax.add(lax.mul(flat, np.int32(self.mesh.axes[at][1])), self.index[at])
-        return flat
+            index = self.index[at]
+            flat = index if flat is None else lax.add(lax.mul(flat, np.int32(self.mesh.axes[at][1])), index)
+        return np.int32(0) if flat is None else flat
 
     def start(self, size: int, axes: Sequence[str]) -> Any:
         """Where this rank's piece of a dim begins, traced: ceil(i*size/n) without overflow."""
-        if not axes:
-            return np.int32(0)
         n = self.mesh.group_size(axes)
         quotient, rest = divmod(size, n)
         i = self.flat_index(axes)
-        ceiled = lax.div(lax.add(lax.mul(i, np.int32(rest)), np.int32(n - 1)), np.int32(n))
-        return lax.add(lax.mul(i, np.int32(quotient)), ceiled)
+        start = lax.mul(i, np.int32(quotient)) if axes else i
+        if not rest:
+            return start
+        return lax.add(start, lax.div(lax.add(lax.mul(i, np.int32(rest)), np.int32(n - 1)), np.int32(n)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,17 +204,18 @@ def _exchange(step: Step, value: Any, shape: Shape, place: Place) -> Any:
     return primitives.bind("exchange", value, mesh=place.mesh, axes=step.axes, **params)
 
 
-def _starts(step: Step, shape: Shape, place: Place, inner: Layout, outer: Layout) -> Any:
-    """Where the piece of `inner` begins within that of `outer`, along the step's dim."""
+def _starts(step: Step, shape: Shape, place: Place, inner: Layout, outer: Layout) -> list[Any]:
+    """Where the piece of `inner` begins within that of `outer`: it differs along the step's dim alone."""
     dim = step.dim or 0
-    return lax.sub(place.start(shape[dim], inner.dims[dim]), place.start(shape[dim], outer.dims[dim]))
+    start = place.start(shape[dim], inner.dims[dim])
+    if outer.dims[dim]:
+        start = lax.sub(start, place.start(shape[dim], outer.dims[dim]))
+    return [start if d == dim else np.int32(0) for d in range(len(shape))]
 
 
 def _slice(step: Step, value: Any, shape: Shape, place: Place) -> Any:
-    dim = step.dim or 0
-    start = _starts(step, shape, place, step.target, step.source)
-    size = step.target.local_shape(shape, place.coordinate)[dim]
-    return lax.dynamic_slice_in_dim(value, start, size, axis=dim)
+    starts = _starts(step, shape, place, step.target, step.source)
+    return jax_compat.dynamic_slice(value, starts, step.target.local_shape(shape, place.coordinate))
 
 
 def _mask(step: Step, value: Any, shape: Shape, place: Place) -> Any:
@@ -227,13 +229,11 @@ def _mask(step: Step, value: Any, shape: Shape, place: Place) -> Any:
 
 def _pad(step: Step, value: Any, shape: Shape, place: Place) -> Any:
     """The op's identity around the piece; for a mean zeros, and the value times the number of ranks."""
-    dim, op = step.dim or 0, step.op or "sum"
+    op = step.op or "sum"
     if op == "mean":
         value = lax.mul(value, lax.full_like(value, place.mesh.group_size(step.axes)))
     outer = lax.full(step.target.local_shape(shape, place.coordinate), identity(op, value.dtype))
-    return lax.dynamic_update_slice_in_dim(
-        outer, value, _starts(step, shape, place, step.source, step.target), axis=dim
-    )
+    return jax_compat.dynamic_update_slice(outer, value, _starts(step, shape, place, step.source, step.target))
 
 
 LOWERINGS: Final[dict[str, Callable[[Step, Any, Shape, Place], Any]]] = {

@@ -376,7 +376,7 @@ def _lines(program: Program) -> Iterator[str]:
         )
         offset = source.offset if source is not None else ""
         rows.append((text.rstrip(), types, f"  # fallback: no rule; {offset}" if planned.is_fallback else ""))
-    moves((move, None) for move in plan.exits if move is not None)
+    moves((move, source) for move, source in plan.moves() if any(move is exit for exit in plan.exits))
     width = min(max((len(left) for left, _, _ in rows), default=0), 60)
     yield from (f"  {left:<{width}}  {types}{note}" for left, types, note in rows)
     yield f"  return {', '.join(name_of(atom) for atom in plan.jaxpr.outputs)}"

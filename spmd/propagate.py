@@ -77,13 +77,17 @@ class Plan:
     machine: Machine
 
     def moves(self) -> Iterator[tuple[Move, Source | None]]:
-        """Every move in order, with its source line (None for those of arguments and results)."""
+        """Every move in order, with its source line: that of the equation that asks, for a result of the one that made it."""
         yield from ((move, None) for move in self.entry)
         for planned in self.eqns:
             if planned.moves:
                 source = self.jaxpr.source(planned.eqn)
                 yield from ((move, source) for move in planned.moves)
-        yield from ((move, None) for move in self.exits if move is not None)
+        makers = {id(var): planned.eqn for planned in self.eqns for var in planned.eqn.outvars}
+        for move in self.exits:
+            if move is not None:
+                maker = makers.get(id(move.atom))
+                yield move, None if maker is None else self.jaxpr.source(maker)
 
 
 def item_sizes(aval: Any) -> ItemSizes:
@@ -154,6 +158,7 @@ class _Planner:
         for var, value in self.jaxpr.constants:
             self.define(var, Layout.replicated(self.mesh, np.ndim(value)))
         eqns = tuple(self.plan_eqn(eqn) for eqn in self.jaxpr.eqns)
+        self.moves = []
         exits, departures = [], []
         for index, (atom, placements) in enumerate(zip(self.jaxpr.outputs, outputs, strict=True)):
             target = self.departure(atom, placements)

@@ -12,6 +12,7 @@ Two primitives exist for tracing alone: `lift` turns a closed-over DArray into a
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -19,7 +20,6 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import jax
-import numpy as np
 
 from collectives.jax_compat import (
     INLINED,
@@ -173,7 +173,8 @@ class _Flattening:
         """Append the body of a jaxpr, and return its outputs."""
         opened, consts = as_closed(jaxpr)
         env: dict[Var, Atom] = dict(zip(opened.invars, arguments, strict=True))
-        env.update(zip(opened.constvars, map(self.constant, consts), strict=True))
+        for var, value in zip(opened.constvars, consts, strict=True):
+            env[var] = self.constant(value, var.aval)
 
         def read(atom: Atom) -> Atom:
             return atom if isinstance(atom, Literal) else env[atom]
@@ -213,10 +214,10 @@ class _Flattening:
                 self.eqns.append(new_equation(eqn, barrier, [operand], [result]))
         return guarded
 
-    def constant(self, value: Any) -> Var:
+    def constant(self, value: Any, aval: Any) -> Var:
         """The variable of a closed-over constant."""
         if id(value) not in self.of_constant:
-            var = Var(jax.typeof(value))
+            var = Var(aval)
             self.of_constant[id(value)] = var
             (self.hidden if self.is_hidden(value) else self.constants).append((var, value))
         return self.of_constant[id(value)]
@@ -243,5 +244,5 @@ def constrain(x: Any, placements: P) -> Any:
 
 def is_large(value: Any) -> bool:
     """Whether a closed-over array is above `LARGE_CONSTANT` bytes."""
-    return int(np.prod(np.shape(value), dtype=np.int64)) * jax.typeof(value).dtype.itemsize > LARGE_CONSTANT
+    return math.prod(value.shape) * value.dtype.itemsize > LARGE_CONSTANT
 

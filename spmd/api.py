@@ -1,0 +1,414 @@
+"""`spmd.jit`: the decorator, and the function that it makes.
+
+A call binds its arguments, looks up or makes an entry (trace, plan, lower: once per structure, avals, placements, mesh and
+trace context), cuts whole arrays into shards and runs the program. Invariants: errors that follow from the arguments are
+raised before anything runs, and alike on every rank; nothing moves an argument unless the program lists it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+import jax
+import numpy as np
+
+from collectives.jax_compat import Tracer, trace_context, under_make_jaxpr
+from placements import Layout, Mesh, P, PlacementError, plan_steps
+from placements.layout import merge
+from placements.mesh import Coordinate
+from spmd.array import DArray, aval_in_trace, checked_layout, shards_of
+from spmd.current import current_mesh
+from spmd.errors import ArgumentError, FallbackError, PlacementWarning, TransformationError
+from spmd.execute import Executable, Ranks
+from spmd.lower import as_struct
+from spmd.prefix import broadcast_prefix
+from spmd.program import Program
+from spmd.propagate import item_sizes, plan
+from spmd.signature import Signature, read_signature
+from spmd.trace import constrain, is_large, trace, tracing_mesh
+
+Fallbacks = Literal["warn", "error", "allow"]
+Redistribution = Literal["error", "allow"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the decorator was told, beside placements."""
+
+    mesh: Mesh | None
+    fallback: str
+    redistribute: str
+    check: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One array argument: its path for messages, its value, its aval, the placement stated for it."""
+
+    path: str
+    value: Any
+    aval: Any
+    stated: P | None
+    donated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A cache entry: the program, how to run it, and how to put its results together."""
+
+    program: Program
+    executable: Executable
+    avals: tuple[Any, ...]
+    stated: tuple[P | None, ...]
+    treedef: Any
+
+
+class SpmdFunction:
+    """A function under `spmd.jit`: call it with arrays or DArrays, or `lower` it to its Program."""
+
+    def __init__(self, function: Callable[..., Any], signature: Signature, options: Options) -> None:
+        functools.update_wrapper(self, function)
+        self.function, self.signature, self.options = function, signature, options
+        self._entries: dict[Hashable, Entry] = {}
+
+    def __repr__(self) -> str:
+        return f"<spmd.jit of {self.signature.name}>"
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh stated at decoration, or None."""
+        return self.options.mesh
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run on every rank. Collective. Results are DArrays."""
+        if tracing_mesh() is not None:
+            return self._inline(args, kwargs)
+        bound = self.signature.bind(args, kwargs)
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(dict(bound.arguments))):
+            return self._under_transformation(args, kwargs)
+        leaves, key, mesh = self._describe(bound)
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = self._make(bound, leaves, mesh, None)
+        return self._run(entry, leaves)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Program:
+        """The Program of a call with these arguments; nothing runs. `jax.ShapeDtypeStruct`s stand for arrays.
+
+        `coordinate=` picks the coordinate whose shapes the text shows. Works for a mesh of any size.
+        """
+        at: Coordinate | None = None if self.signature.has("coordinate") else kwargs.pop("coordinate", None)
+        bound = self.signature.bind(args, kwargs)
+        leaves, _, mesh = self._describe(bound)
+        if at is not None:
+            mesh.position(at)
+        return self._make(bound, leaves, mesh, at).program
+
+    def _under_transformation(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if under_make_jaxpr():
+            return self.function(*args, **kwargs)
+        raise TransformationError(
+            f"{self.signature.name}: it is decorated with spmd.jit and was called under a JAX transformation from outside "
+            "(jax.jit, jax.grad, jax.vmap, ...): JAX would run it unpartitioned on every rank. Use spmd.grad, "
+            "spmd.value_and_grad, spmd.vjp, spmd.jvp or spmd.vmap, or put the transformation inside the decorated function."
+        )
+
+    def _leaves(self, bound: inspect.BoundArguments) -> tuple[list[Leaf], list[tuple[str, Any]]]:
+        """The array arguments in order, and the structure of each parameter (the value itself where it is static)."""
+        leaves: list[Leaf] = []
+        structure: list[tuple[str, Any]] = []
+        for name, value in bound.arguments.items():
+            if name in self.signature.statics:
+                structure.append((name, value))
+                continue
+            paths, treedef = jax.tree_util.tree_flatten_with_path(value)
+            structure.append((name, treedef))
+            what = f"{self.signature.name}: the placements of argument {name!r}"
+            for (path, leaf), stated in zip(
+                paths, broadcast_prefix(self.signature.prefix(name), value, what), strict=True
+            ):
+                where = f"{name}{jax.tree_util.keystr(path)}"
+                aval = self._aval(where, leaf)
+                placed = stated if stated is None or isinstance(stated, P) else stated(where, aval)
+                leaves.append(Leaf(where, leaf, aval, placed, name in self.signature.donated))
+        return leaves, structure
+
+    def _aval(self, path: str, value: Any) -> Any:
+        if isinstance(value, DArray):
+            return value._aval
+        if isinstance(value, jax.ShapeDtypeStruct):
+            return jax.core.ShapedArray(value.shape, value.dtype, weak_type=value.weak_type)
+        try:
+            return jax.typeof(value)
+        except TypeError:
+            raise ArgumentError(
+                f"{self.signature.name}: argument {path} is a {type(value).__name__}, which is no array. "
+                "Name its parameter in static_argnames if the function is to be traced for its value."
+            ) from None
+
+    def _describe(self, bound: inspect.BoundArguments) -> tuple[list[Leaf], Hashable, Mesh]:
+        """The array arguments, the cache key and the mesh of a call."""
+        leaves, structure = self._leaves(bound)
+        mesh = self._mesh(leaves)
+        kinds = tuple(
+            (
+                leaf.aval.shape,
+                leaf.aval.dtype,
+                leaf.aval.weak_type,
+                leaf.stated,
+                leaf.value.layout if isinstance(leaf.value, DArray) else None,
+            )
+            for leaf in leaves
+        )
+        try:
+            key = (mesh, tuple(structure), kinds, trace_context())
+            hash(key)
+        except TypeError:
+            names = ", ".join(sorted(self.signature.statics))
+            raise ArgumentError(f"{self.signature.name}: a static argument ({names}) is not hashable.") from None
+        return leaves, key, mesh
+
+    def _mesh(self, leaves: list[Leaf]) -> Mesh:
+        arrays = [leaf for leaf in leaves if isinstance(leaf.value, DArray)]
+        mesh = self.options.mesh or current_mesh() or next((leaf.value.mesh for leaf in arrays), None)
+        if mesh is None:
+            raise ArgumentError(
+                f"{self.signature.name}: no mesh. Decorate with spmd.jit(mesh=...), enter `with spmd.use_mesh(mesh):`, or "
+                "pass a DArray."
+            )
+        for leaf in arrays:
+            if leaf.value.mesh != mesh:
+                raise ArgumentError(
+                    f"{self.signature.name}: argument {leaf.path}, {leaf.value!r}, is on another mesh than the function's, "
+                    f"{mesh!r}. All DArrays are on the function's mesh: distribute the whole array on it."
+                )
+        return mesh
+
+    def _place(self, leaf: Leaf, mesh: Mesh) -> tuple[Layout, Layout]:
+        """The layout in which an argument arrives, and the one it is brought to."""
+        ndim = len(leaf.aval.shape)
+        try:
+            if not isinstance(leaf.value, DArray):
+                layout = checked_layout(Layout.of(leaf.stated or P(), mesh, ndim), leaf.aval.dtype)
+                return layout, layout
+            arrival = leaf.value.layout
+            wanted = arrival if leaf.stated is None else merge(leaf.stated, arrival)
+            checked_layout(wanted, leaf.aval.dtype)
+        except PlacementError as error:
+            raise type(error)(
+                f"{self.signature.name}: argument {leaf.path} of shape {leaf.aval.shape} on {mesh!r}: {error}"
+            ) from error
+        steps = plan_steps(arrival, wanted, leaf.aval.shape, item_sizes(leaf.aval))
+        sent = [step.name for step in steps if step.communicates]
+        if sent and self.options.redistribute == "error":
+            raise ArgumentError(
+                f"{self.signature.name}: argument {leaf.path} is {leaf.value!r}, stated as {wanted}: to bring it there takes "
+                f"{', '.join(sent)}. Move it yourself with x.redistribute({leaf.stated!r}), or decorate with "
+                'spmd.jit(..., redistribute="allow").'
+            )
+        return arrival, wanted
+
+    def _make(self, bound: inspect.BoundArguments, leaves: list[Leaf], mesh: Mesh, at: Coordinate | None) -> Entry:
+        """Trace, plan and lower."""
+        placed = [self._place(leaf, mesh) for leaf in leaves]
+        trees: list[Any] = []
+
+        def flat(*values: Any) -> list[Any]:
+            rebuilt = _rebuilt(bound, self.signature, values)
+            found, treedef = jax.tree.flatten(self.function(*rebuilt.args, **rebuilt.kwargs))
+            trees.append(treedef)
+            return found
+
+        def is_hidden(value: Any) -> bool:
+            return isinstance(value, DArray) or is_large(value)
+
+        jaxpr = trace(flat, [as_struct(leaf.aval) for leaf in leaves], mesh, is_hidden)
+        treedef = trees[-1]
+        stated = self._result_placements(treedef, [atom.aval for atom in jaxpr.outputs], mesh)
+        hidden = [v.layout if isinstance(v, DArray) else Layout.replicated(mesh, np.ndim(v)) for v in jaxpr.hidden]
+        names = [leaf.path for leaf in leaves] + [f"closure{i}" for i in range(len(hidden))]
+        planned = plan(
+            jaxpr,
+            mesh,
+            [arrival for arrival, _ in placed] + hidden,
+            [wanted for _, wanted in placed] + hidden,
+            stated,
+            names=names,
+        )
+        program = Program(self.signature.name, planned, tuple(names), at or mesh.coordinate_at(0))
+        self._report(program)
+        if self.options.check is not None:
+            program.check(**self.options.check)
+        avals = tuple(atom.aval for atom in jaxpr.outputs)
+        return Entry(program, Executable(program), avals, tuple(stated), treedef)
+
+    def _result_placements(self, treedef: Any, avals: Sequence[Any], mesh: Mesh) -> list[P | None]:
+        """The placement stated for every result, validated."""
+        skeleton = treedef.unflatten(list(avals))
+        stated = broadcast_prefix(self.signature.result, skeleton, f"{self.signature.name}: the placements of the result")
+        paths = [f"result{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(skeleton)]
+        found: list[P | None] = []
+        for path, aval, placement in zip(paths, avals, stated, strict=True):
+            placed = placement if placement is None or isinstance(placement, P) else placement(path, aval)
+            if placed is not None:
+                try:
+                    checked_layout(Layout.of(placed, mesh, len(aval.shape)), aval.dtype)
+                except PlacementError as error:
+                    raise type(error)(
+                        f"{self.signature.name}: {path} of shape {aval.shape} on {mesh!r}: {error}"
+                    ) from error
+            found.append(placed)
+        return found
+
+    def _report(self, program: Program) -> None:
+        """Say what is right but costs more than it might: fallbacks, large closed-over constants."""
+        large = [v for v in program.plan.jaxpr.hidden if not isinstance(v, DArray)]
+        if large:
+            shapes = ", ".join(f"{v.dtype}{list(np.shape(v))}" for v in large)
+            warnings.warn(
+                f"{self.signature.name} closes over large arrays ({shapes}); they became replicated hidden arguments. "
+                "Pass them as arguments, or close over DArrays.",
+                PlacementWarning,
+                stacklevel=4,
+            )
+        if not program.fallbacks or self.options.fallback == "allow":
+            return
+        listed = "\n".join(f"  {fallback}" for fallback in program.fallbacks)
+        message = (
+            f"{self.signature.name}: operations without a rule run on replicated operands:\n{listed}\n"
+            'Silence this with spmd.jit(..., fallback="allow").'
+        )
+        if self.options.fallback == "error":
+            raise FallbackError(message)
+        warnings.warn(message, PlacementWarning, stacklevel=4)
+
+    def _run(self, entry: Entry, leaves: list[Leaf]) -> Any:
+        """Cut, run, and wrap the results. Donated DArrays are retired once the program has run."""
+        plan = entry.program.plan
+        values = [leaf.value for leaf in leaves] + list(plan.jaxpr.hidden)
+        inputs = [_input(value, layout, var.aval) for value, layout, var in zip(values, plan.arrivals, plan.jaxpr.inputs, strict=True)]
+        results = entry.executable(inputs)
+        for leaf in leaves:
+            if leaf.donated and isinstance(leaf.value, DArray):
+                leaf.value.retire(f"donated to {self.signature.name}")
+        arrays = [
+            DArray(aval, layout, shards, stated)
+            for aval, layout, shards, stated in zip(entry.avals, plan.departures, results, entry.stated, strict=True)
+        ]
+        return entry.treedef.unflatten(arrays)
+
+    def _inline(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Inside another trace: call the function, its placements as constraints."""
+        mesh = tracing_mesh()
+        if self.options.mesh is not None and self.options.mesh != mesh:
+            raise ArgumentError(
+                f"{self.signature.name} is decorated for {self.options.mesh!r}, and called inside a function on {mesh!r}. "
+                "A function and those that it calls are on one mesh."
+            )
+        bound = self.signature.bind(args, kwargs)
+        for name, value in bound.arguments.items():
+            if name not in self.signature.statics:
+                what = f"{self.signature.name}: the placements of argument {name!r}"
+                bound.arguments[name] = _constrained(value, self.signature.prefix(name), what, name)
+        result = self.function(*bound.args, **bound.kwargs)
+        what = f"{self.signature.name}: the placements of the result"
+        return _constrained(result, self.signature.result, what, "result")
+
+
+def _constrained(tree: Any, prefix: Any, what: str, name: str) -> Any:
+    """A tree with every stated leaf constrained."""
+    if prefix is None:
+        return tree
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    found = []
+    for (path, leaf), stated in zip(paths, broadcast_prefix(prefix, tree, what), strict=True):
+        where = f"{name}{jax.tree_util.keystr(path)}"
+        aval = aval_in_trace(leaf) if isinstance(leaf, DArray) else jax.typeof(leaf)
+        placed = stated if stated is None or isinstance(stated, P) else stated(where, aval)
+        try:
+            found.append(leaf if placed is None else constrain(leaf, placed))
+        except PlacementError as error:
+            raise type(error)(f"{what}: {where} of shape {aval.shape}: {error}") from error
+    return treedef.unflatten(found)
+
+
+def _input(value: Any, layout: Layout, aval: Any) -> Ranks:
+    """The shards of an argument on every rank."""
+    if isinstance(value, DArray):
+        return value._ranks()
+    return shards_of(value if isinstance(value, jax.Array) else np.asarray(value, aval.dtype), layout)
+
+
+def _rebuilt(bound: inspect.BoundArguments, signature: Signature, values: Sequence[Any]) -> inspect.BoundArguments:
+    """The bound arguments with every array replaced, in order."""
+    at = 0
+    rebuilt = inspect.BoundArguments(bound.signature, dict(bound.arguments))  # type: ignore[arg-type]
+    for name, value in bound.arguments.items():
+        if name not in signature.statics:
+            leaves, treedef = jax.tree.flatten(value)
+            rebuilt.arguments[name] = treedef.unflatten(values[at : at + len(leaves)])
+            at += len(leaves)
+    return rebuilt
+
+
+@overload
+def jit(function: Callable[..., Any], /, **options: Any) -> SpmdFunction: ...
+@overload
+def jit(**options: Any) -> Callable[[Callable[..., Any]], SpmdFunction]: ...
+def jit(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    mesh: Mesh | None = None,
+    in_placements: Any = None,
+    out_placements: Any = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] = (),
+    donate_argnames: str | Sequence[str] = (),
+    fallback: Fallbacks = "warn",
+    redistribute: Redistribution = "error",
+    check: Mapping[str, Any] | None = None,
+) -> Any:
+    """Run a pure `jax.numpy` function over whole arrays on every rank of a mesh.
+
+    Placements are stated by annotations, `x: Annotated[jax.Array, P(dp=Shard(0))]`, or by `in_placements`: a prefix of the
+    positional arguments without the static ones, or a dict by parameter name; `None` is not stated, a function
+    `(path, aval) -> P` decides leaf by leaf. `out_placements=None` leaves the results where propagation puts them, parts
+    reduced. Without a stated placement a DArray keeps its own, and any other array is replicated: the same on every rank.
+
+    The mesh defaults to that of `use_mesh` / `set_mesh`, read at the call, then to that of the arguments. `fallback` says
+    what happens to operations without a rule: a `PlacementWarning`, a `FallbackError`, or nothing. A DArray whose placement
+    differs from the stated one is an error if moving it would communicate; `redistribute="allow"` lists the move in the
+    Program. `check` is passed to `Program.check` at every lowering. Donated DArrays raise when read afterwards.
+
+    Raises `AnnotationError` and `ArgumentError` at decoration, `ArgumentError`, `InvalidPlacement` and `PartialTypeError` at the
+    call. Communication: what `f.lower(...)` prints.
+
+    >>> from placements import Mesh, P, Shard
+    >>> double = jit(lambda x: 2 * x, mesh=Mesh(dp=2), in_placements=P(dp=Shard(0)))
+    >>> double(np.arange(5)).placements
+    P(dp=S(0))
+    """
+    frame_locals = dict(sys._getframe(1).f_locals)
+    if fallback not in ("warn", "error", "allow") or redistribute not in ("error", "allow"):
+        raise ArgumentError(
+            f'spmd.jit: fallback is "warn", "error" or "allow", redistribute is "error" or "allow"; '
+            f"got {fallback!r}, {redistribute!r}."
+        )
+
+    def decorate(target: Callable[..., Any]) -> SpmdFunction:
+        statics, donated = (static_argnums, static_argnames), (donate_argnums, donate_argnames)
+        signature = read_signature(target, in_placements, out_placements, statics, donated, frame_locals)
+        return SpmdFunction(target, signature, Options(mesh, fallback, redistribute, check))
+
+    return decorate if function is None else decorate(function)

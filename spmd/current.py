@@ -1,0 +1,48 @@
+"""The current mesh: what functions and factories use where none is stated."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+from placements import Mesh
+from spmd.errors import ArgumentError
+
+_CURRENT: ContextVar[Mesh | None] = ContextVar("spmd_current_mesh", default=None)
+
+
+def current_mesh() -> Mesh | None:
+    """The mesh of the innermost `use_mesh`, else that of `set_mesh`, else None."""
+    return _CURRENT.get()
+
+
+def set_mesh(mesh: Mesh | None) -> None:
+    """Make `mesh` the current one from here on; None: no mesh."""
+    _CURRENT.set(_checked(mesh))
+
+
+@contextlib.contextmanager
+def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
+    """Make `mesh` the current one inside a `with` block."""
+    token = _CURRENT.set(_checked(mesh))
+    try:
+        yield mesh
+    finally:
+        _CURRENT.reset(token)
+
+
+def mesh_or_current(mesh: Mesh | None, what: str) -> Mesh:
+    """`mesh`, or the current one. Raises `ArgumentError` where there is none."""
+    found = mesh if mesh is not None else current_mesh()
+    if found is None:
+        raise ArgumentError(f"{what}: no mesh. Pass mesh=Mesh(dp=2), or enter `with spmd.use_mesh(mesh):`.")
+    checked = _checked(found)
+    assert checked is not None
+    return checked
+
+
+def _checked(mesh: Mesh | None) -> Mesh | None:
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ArgumentError(f"a mesh is a placements.Mesh, as in Mesh(dp=2, tp=2); got {type(mesh).__name__}.")
+    return mesh

@@ -1,0 +1,217 @@
+"""Making DArrays: from whole arrays, from callbacks, from local pieces, and from nothing.
+
+None of these communicates, but for `distribute(source=...)` and `from_local(exchange=True)` on real ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from collectives import primitives
+from collectives.jax_compat import ShapedArray
+from placements import Layout, Mesh, P, Pieces, PlacementError, Split
+from placements.layout import Shape
+from placements.mesh import group_positions
+from spmd.array import DArray, build_shards, checked_layout, shards_of
+from spmd.current import mesh_or_current
+from spmd.errors import ArgumentError
+from spmd.prefix import broadcast_prefix
+
+
+def layout_of(what: str, placements: P, mesh: Mesh, shape: Shape, dtype: Any) -> Layout:
+    """The layout of an array, or the fact of the error with the array's shape and the mesh around it."""
+    if not isinstance(placements, P):
+        raise ArgumentError(f"{what}: placements are a P, as in P(dp=Shard(0)); got {placements!r}.")
+    try:
+        layout = Layout.of(placements, mesh, len(shape))
+        return layout if dtype is None else checked_layout(layout, dtype)
+    except PlacementError as error:
+        raise type(error)(f"{what} of shape {shape} on {mesh!r}: {error}") from error
+
+
+def distribute(x: Any, placements: Any, mesh: Mesh | None = None, *, source: int | None = None) -> Any:
+    """A whole array, the same on every rank, as a DArray; or a pytree of arrays, with a prefix of placements.
+
+    The data are copied. `source=r` takes rank r's array and broadcasts it (in the simulator there is one array). Without it:
+    no communication. Raises `InvalidPlacement` where the placements do not fit, `ArgumentError` for a DArray (move it with
+    `x.redistribute`).
+
+    >>> distribute(np.arange(5.0), P(dp=Shard(0)), Mesh(dp=4)).shards[(0,)].shape
+    (2,)
+    """
+    found = mesh_or_current(mesh, "spmd.distribute")
+    if source is not None and source not in found.ranks:
+        raise ArgumentError(f"spmd.distribute: source={source} is no rank of {found!r}.")
+    leaves, treedef = jax.tree.flatten(x)
+    prefix = broadcast_prefix(placements, x, "placements")
+    return treedef.unflatten([_distribute(leaf, stated or P(), found) for leaf, stated in zip(leaves, prefix, strict=True)])
+
+
+def _distribute(x: Any, placements: P, mesh: Mesh) -> DArray:
+    if isinstance(x, DArray):
+        raise ArgumentError(f"spmd.distribute: {x!r} is distributed already; move it with x.redistribute({placements!r}).")
+    aval = jax.typeof(x)
+    layout = layout_of("spmd.distribute: an array", placements, mesh, aval.shape, aval.dtype)
+    return DArray(aval, layout, shards_of(_canonical(x, aval), layout), placements)
+
+
+def _canonical(x: Any, aval: Any) -> Any:
+    """The value in the dtype that JAX gives it (float64 is float32 unless x64 is on)."""
+    return x if isinstance(x, jax.Array) else np.asarray(x, aval.dtype)
+
+
+def from_callback(
+    fn: Callable[[tuple[slice, ...]], Any], shape: Sequence[int], placements: P, mesh: Mesh | None = None, dtype: Any = None
+) -> DArray:
+    """A DArray of global `shape` whose parts `fn(index)` gives; `index` are the slices of the global array.
+
+    `fn` is called once for each distinct part that this process holds: the common way to feed data. `dtype` defaults to that
+    of what `fn` returns. Raises `ArgumentError` where a part has another shape or dtype than it should. Communication: none.
+    """
+    found = mesh_or_current(mesh, "spmd.from_callback")
+    size = tuple(shape)
+    layout = layout_of("spmd.from_callback: an array", placements, found, size, dtype and jnp.dtype(dtype))
+    kinds: list[Any] = []
+
+    def make(index: tuple[slice, ...]) -> jax.Array:
+        part = jnp.array(fn(index), dtype=dtype, copy=True)
+        wanted = tuple(s.stop - s.start for s in index)
+        if part.shape != wanted or (kinds and part.dtype != kinds[0]):
+            raise ArgumentError(
+                f"spmd.from_callback: for {index} fn gave {part.dtype}{list(part.shape)}, expected "
+                f"{kinds[0] if kinds else part.dtype}{list(wanted)}."
+            )
+        kinds.append(part.dtype)
+        return part
+
+    shards = build_shards(size, layout, make)
+    checked_layout(layout, shards[0].dtype)
+    return DArray(ShapedArray(size, shards[0].dtype), layout, shards, placements)
+
+
+def from_local(
+    x: Any, placements: P, mesh: Mesh | None = None, *, shape: Sequence[int] | None = None, exchange: bool = False
+) -> DArray:
+    """A DArray from pieces that already lie distributed: in the simulator a list with one array per rank, in mesh order.
+
+    The sizes along a sharded dim are compared and summed; `shape` states the global shape. Pieces whose sizes are not our
+    chunks are an error, on all ranks alike, or moved with `exchange=True`. The data are copied. Raises `ArgumentError` where
+    pieces do not fit together, or where ranks that should hold the same values do not.
+    """
+    found = mesh_or_current(mesh, "spmd.from_local")
+    pieces = [jnp.array(piece, copy=True) for piece in _one_per_rank(x, found)]
+    kinds = [f"{piece.dtype}{list(piece.shape)}" for piece in pieces]
+    if len({(piece.dtype, piece.ndim) for piece in pieces}) > 1:
+        raise ArgumentError(f"spmd.from_local: the pieces differ in dtype or number of dims: {', '.join(kinds)}.")
+    layout = layout_of("spmd.from_local: pieces", placements, found, pieces[0].shape, pieces[0].dtype)
+    lengths = [_lengths(pieces, layout, dim) for dim in range(layout.ndim)]
+    size = tuple(sum(along) if axes else along[0] for along, axes in zip(lengths, layout.dims, strict=True))
+    if shape is not None and tuple(shape) != size:
+        raise ArgumentError(f"spmd.from_local: the pieces {', '.join(kinds)} make an array of {size}, not {tuple(shape)}.")
+    for dim, axes in enumerate(layout.dims):
+        pieces = _to_chunks(pieces, layout, dim, lengths[dim], size, exchange) if axes else pieces
+    _check_replicas(pieces, layout)
+    return DArray(ShapedArray(size, pieces[0].dtype), layout, tuple(pieces), placements)
+
+
+def _one_per_rank(x: Any, mesh: Mesh) -> Sequence[Any]:
+    if mesh.size == 1 and not isinstance(x, (list, tuple)):
+        return [x]
+    if not isinstance(x, (list, tuple)) or len(x) != mesh.size:
+        count = f"{len(x)}" if isinstance(x, (list, tuple)) else f"a {type(x).__name__}"
+        raise ArgumentError(f"spmd.from_local: {mesh!r} is simulated: pass a list of {mesh.size} arrays, one per rank; got {count}.")
+    return x
+
+
+def _lengths(pieces: list[jax.Array], layout: Layout, dim: int) -> tuple[int, ...]:
+    """The lengths along one dim by flat coordinate; ranks of one flat coordinate must agree."""
+    axes = layout.dims[dim]
+    found: dict[int, int] = {}
+    for coordinate, piece in zip(layout.mesh.coordinates(), pieces, strict=True):
+        at = layout.mesh.flat_index(coordinate, axes)
+        if found.setdefault(at, piece.shape[dim]) != piece.shape[dim]:
+            sizes = [p.shape for p in pieces]
+            raise ArgumentError(f"spmd.from_local: along dim {dim} ranks with one coordinate on {axes} differ: {sizes}.")
+    return tuple(found[at] for at in range(len(found)))
+
+
+def _to_chunks(
+    pieces: list[jax.Array], layout: Layout, dim: int, lengths: tuple[int, ...], size: Shape, exchange: bool
+) -> list[jax.Array]:
+    """Pieces with the lengths of our chunks along one dim."""
+    axes, mesh = layout.dims[dim], layout.mesh
+    want = Split(size[dim], axes)
+    at = {mesh.flat_index(coordinate, axes): want.bounds(mesh, coordinate) for coordinate in mesh.coordinates()}
+    chunks = tuple(at[i][1] - at[i][0] for i in range(len(at)))
+    if lengths == chunks:
+        return pieces
+    if not exchange:
+        raise ArgumentError(
+            f"spmd.from_local: along dim {dim} the pieces have lengths {list(lengths)}, the chunks of {size[dim]} over "
+            f"{', '.join(axes)} have {list(chunks)}. Pass exchange=True to move them."
+        )
+    params = {"mesh": mesh, "axes": axes, "dim": dim, "have": Pieces.of_lengths(axes, lengths), "want": want}
+    return list(primitives.simulate("exchange", tuple(pieces), params))
+
+
+def _check_replicas(pieces: list[jax.Array], layout: Layout) -> None:
+    axes = tuple(axis for axis in layout.mesh.axis_names if axis not in layout.axes)
+    for group in group_positions(layout.mesh, axes):
+        first = np.asarray(pieces[group[0]]).tobytes()
+        for position in group[1:]:
+            if np.asarray(pieces[position]).tobytes() != first:
+                a, b = (layout.mesh.coordinate_at(p) for p in (group[0], position))
+                raise ArgumentError(
+                    f"spmd.from_local: coordinates {a} and {b} should hold the same values, as {layout} replicates over "
+                    f"{', '.join(axes)}, but they differ. State Partial or Shard, or pass equal pieces."
+                )
+
+
+def full(
+    shape: Sequence[int] | int, value: Any, placements: P = P(), mesh: Mesh | None = None, dtype: Any = None
+) -> DArray:  # fmt: skip
+    """An array of one value; only the shards are built. Communication: none."""
+    found = mesh_or_current(mesh, "spmd.full")
+    size = (shape,) if isinstance(shape, int) else tuple(shape)
+    kind = jax.typeof(jnp.full((), value, dtype))
+    layout = layout_of("spmd.full: an array", placements, found, size, kind.dtype)
+    shards = build_shards(size, layout, lambda index: jnp.full([s.stop - s.start for s in index], value, kind.dtype))
+    return DArray(ShapedArray(size, kind.dtype, weak_type=kind.weak_type), layout, shards, placements)
+
+
+def zeros(shape: Sequence[int] | int, placements: P = P(), mesh: Mesh | None = None, dtype: Any = None) -> DArray:
+    """An array of zeros; only the shards are built. `dtype` defaults to JAX's default float. Communication: none."""
+    return full(shape, 0, placements, mesh, jnp.dtype(float) if dtype is None else dtype)
+
+
+def ones(shape: Sequence[int] | int, placements: P = P(), mesh: Mesh | None = None, dtype: Any = None) -> DArray:
+    """An array of ones; only the shards are built. `dtype` defaults to JAX's default float. Communication: none."""
+    return full(shape, 1, placements, mesh, jnp.dtype(float) if dtype is None else dtype)
+
+
+def arange(
+    start: Any, stop: Any = None, step: Any = None, placements: P = P(), mesh: Mesh | None = None, dtype: Any = None
+) -> DArray:
+    """`jnp.arange` of Python numbers, bit for bit; only the shards are built. Communication: none."""
+    found = mesh_or_current(mesh, "spmd.arange")
+    start, stop = (0, start) if stop is None else (start, stop)
+    step = 1 if step is None else step
+    if not all(isinstance(number, (int, float, np.number)) for number in (start, stop, step)) or step == 0:
+        raise ArgumentError(f"spmd.arange({start!r}, {stop!r}, {step!r}): Python numbers, and a step other than 0.")
+    kind = jax.typeof(jnp.arange(start, start, step, dtype)).dtype
+    count = max(0, math.ceil((stop - start) / step))
+    layout = layout_of("spmd.arange: an array", placements, found, (count,), kind)
+    first, second = (np.asarray(value).astype(kind) for value in (start, start + step))
+
+    def make(index: tuple[slice, ...]) -> jax.Array:
+        at = np.arange(index[0].start, index[0].stop)
+        values = first + at.astype(kind) * (second - first)
+        return jnp.array(np.where(at == 1, second, values).astype(kind), copy=True)
+
+    return DArray(ShapedArray((count,), kind), layout, build_shards((count,), layout, make), placements)

@@ -1,0 +1,57 @@
+"""Pytree prefixes of placements, as in JAX's `in_shardings`: one P stands for a whole subtree.
+
+A leaf of a prefix is a `P`, `None` (not stated), or a function `(path, aval) -> P`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from placements import P
+from spmd.errors import ArgumentError
+
+Leaf = P | None | Callable[[str, Any], P]
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether a value is a leaf of a prefix."""
+    return value is None or isinstance(value, P) or callable(value)
+
+
+def broadcast_prefix(prefix: Any, tree: Any, what: str) -> list[Leaf]:
+    """One leaf of the prefix for every leaf of the tree. Raises `ArgumentError`, showing both, where it is no prefix."""
+    leaves = jax.tree.leaves(prefix, is_leaf=is_leaf)
+    for leaf in leaves:
+        if not is_leaf(leaf):
+            raise ArgumentError(f"{what}: {leaf!r} is no placement; a leaf is a P, None, or a function (path, aval) -> P.")
+    if is_leaf(prefix):
+        return [prefix] * len(jax.tree.leaves(tree))
+    found: list[Leaf] = []
+    try:
+        jax.tree.map(lambda leaf, sub: found.extend([leaf] * len(jax.tree.leaves(sub))), prefix, tree, is_leaf=is_leaf)
+    except (ValueError, TypeError) as error:
+        raise ArgumentError(
+            f"{what} is no prefix of what it describes:\n  placements {prefix!r}\n  structure  {jax.tree.structure(tree)}\n"
+            f"{error}"
+        ) from error
+    return found
+
+
+def placements_like(tree: Any, params: Any, placements: Any) -> Any:
+    """The placements of a tree that holds copies of `params`, as an optimizer state does; `P()` for all other leaves.
+
+    Every subtree with the structure and shapes of `params` gets `placements` (a prefix of `params`). Leaves may be arrays or
+    `jax.ShapeDtypeStruct`s. Communication: none.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    stated = structure.unflatten([leaf if leaf is not None else P() for leaf in broadcast_prefix(placements, params, "placements")])
+    shapes = [leaf.shape for leaf in leaves]
+
+    def is_copy(node: Any) -> bool:
+        found, treedef = jax.tree.flatten(node)
+        return treedef == structure and [getattr(leaf, "shape", None) for leaf in found] == shapes
+
+    return jax.tree.map(lambda node: stated if is_copy(node) else P(), tree, is_leaf=is_copy)
