@@ -43,7 +43,7 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def all_to_all(self, array: Any, *, dim: int, sizes: Sequence[int], to_dim: int, to_sizes: Sequence[int]) -> Any:
-        """Member i holds `sizes[i]` indices of `dim` and all of `to_dim`; afterwards all of `dim` and `to_sizes[i]` of `to_dim`."""
+        """Member i holds `sizes[i]` indices of `dim`, all of `to_dim`; afterwards all of `dim`, `to_sizes[i]` of `to_dim`."""
 
     @abc.abstractmethod
     def exchange(self, array: Any, *, dim: int, have: Sequence[Bounds], want: Sequence[Bounds]) -> Any:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.extend.core
@@ -23,12 +23,16 @@ from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
 
 Primitive = jax.extend.core.Primitive
-JaxprEqn = jax.extend.core.JaxprEqn
 Literal = jax.extend.core.Literal
-Var = jax.extend.core.Var
 ShapedArray = jax.core.ShapedArray
 Tracer = jax.core.Tracer
-Atom = Any  # Var | Literal; both classes are opaque to type checkers
+Atom = Any  # Var | Literal
+if TYPE_CHECKING:  # their avals are typed as AbstractValue, which has neither shape nor dtype
+    JaxprEqn = Any
+    Var = Any
+else:
+    JaxprEqn = jax.extend.core.JaxprEqn
+    Var = jax.extend.core.Var
 
 INLINED: Final = {
     "jit": "jaxpr",

@@ -41,8 +41,8 @@ def identity(op: str, dtype: Any) -> np.ndarray[Any, Any]:
     if dtype == np.bool_:
         return np.array(op == "min")
     if jnp.issubdtype(dtype, jnp.floating):
-        limits = jnp.finfo(dtype)
-        bound = {"max": limits.min, "min": limits.max}[op]
+        finite = jnp.finfo(dtype)
+        bound = {"max": finite.min, "min": finite.max}[op]
         infinite = np.array({"max": -np.inf, "min": np.inf}[op]).astype(dtype)
         return np.array(bound, dtype) if np.isnan(infinite.astype(np.float32)) else infinite
     limits = jnp.iinfo(dtype)
@@ -125,11 +125,11 @@ def permute(arrays: Arrays, *, pairs: Sequence[tuple[int, int]]) -> list[jax.Arr
     """See `Communicator.permute`."""
     n = len(arrays)
     if any(not (0 <= i < n and 0 <= j < n) for i, j in pairs) or len({j for _, j in pairs}) != len(pairs):
-        raise InvalidCollective(f"permute: {tuple(pairs)} on {n} members: members exist, and destinations are distinct.")
+        raise InvalidCollective(
+            f"permute: {tuple(pairs)} on {n} members: members exist, and destinations are distinct."
+        )
     sources = {destination: source for source, destination in pairs}
-    return [
-        arrays[sources[member]] if member in sources else lax.full_like(arrays[member], 0) for member in range(n)
-    ]
+    return [arrays[sources[member]] if member in sources else lax.full_like(arrays[member], 0) for member in range(n)]
 
 
 def _split(array: jax.Array, dim: int, sizes: Sequence[int]) -> list[jax.Array]:

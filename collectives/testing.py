@@ -133,9 +133,8 @@ def _exchanges(size: int, whole: Array, sizes: tuple[int, ...]) -> Iterator[Case
     halo = tuple((max(0, low - 1), min(length, high + 1)) for low, high in have)
     uneven = _bounds((*(min(1, length - i) if i < length else 0 for i in range(size - 1)), max(0, length - size + 1)))
     for want in (halo, uneven, ((0, length),) * size, have[::-1]):
-        arguments = {"dim": 1, "have": have, "want": want}
-        cut = (tuple(whole[:, low:high] for low, high in bounds) for bounds in (have, want))
-        yield Case("exchange", arguments, *cut)
+        inputs, outputs = (tuple(whole[:, low:high] for low, high in bounds) for bounds in (have, want))
+        yield Case("exchange", {"dim": 1, "have": have, "want": want}, inputs, outputs)
 
 
 def _nan_cases(size: int) -> Iterator[Case]:

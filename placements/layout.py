@@ -174,7 +174,9 @@ def resolve(placements: P, mesh: Mesh, ndim: int) -> P:
                 f"{placements!r}: axis {axis!r} is not on {mesh!r}; its axes are {', '.join(mesh.axis_names) or '(none)'}."
             )
         if axis in named:
-            raise InvalidPlacement(f"{placements!r}: axis {axis!r} is placed twice. An axis does one thing to an array.")
+            raise InvalidPlacement(
+                f"{placements!r}: axis {axis!r} is placed twice. An axis does one thing to an array."
+            )
         named[axis] = _resolve_dim(placements, placement, ndim)
     return P(**named)
 
@@ -215,7 +217,9 @@ def check_dtype(layout: Layout, kind: str, name: str) -> str | None:
     """Why parts of `layout` are not defined for a dtype of numpy kind `kind` called `name`, or None if they are."""
     ops = {op for _, op in layout.partial}
     if kind == "b" and ops & {"sum", "mean"}:
-        return f"{layout}: the sum of {name} is not defined. Use Partial('or') or Partial('and'), or cast to an integer."
+        return (
+            f"{layout}: the sum of {name} is not defined. Use Partial('or') or Partial('and'), or cast to an integer."
+        )
     if kind in "iu" and "mean" in ops:
         return f"{layout}: the mean of {name} is not an integer. Use Partial('sum'), or cast to a float."
     if kind in "fcV" and ops & {"and", "or", "xor"}:

@@ -77,6 +77,7 @@ class P:
     """
 
     __slots__ = ("_hash", "named", "positional")
+    _hash: int
     named: tuple[tuple[str, Placement | None], ...]
     positional: tuple[Placement | None, ...]
 
@@ -89,8 +90,8 @@ class P:
         _refuse_partition_spec(positional)
         for value in (*positional, *named.values()):
             _check_placement(value)
-        for name, value in (("named", tuple(named.items())), ("positional", positional)):
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "named", tuple(named.items()))
+        object.__setattr__(self, "positional", positional)
         object.__setattr__(self, "_hash", hash((self.named, self.positional)))
 
     def __setattr__(self, name: str, value: object) -> None:

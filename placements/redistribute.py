@@ -134,7 +134,9 @@ def steps_from(layout: Layout, target: Layout, movable: tuple[str, ...], shape: 
 
 def _check_pair(source: Layout, target: Layout, shape: Shape) -> None:
     if source.mesh != target.mesh:
-        raise RedistributionError(f"redistribute: from {source.mesh!r} to {target.mesh!r}: both layouts are on one mesh.")
+        raise RedistributionError(
+            f"redistribute: from {source.mesh!r} to {target.mesh!r}: both layouts are on one mesh."
+        )
     if not source.ndim == target.ndim == len(shape):
         raise RedistributionError(f"redistribute: {source} to {target} for shape {shape}: the numbers of dims differ.")
 
@@ -201,7 +203,11 @@ def _all_to_all(layout: Layout, target: Layout, movable: tuple[str, ...], shape:
             for to_dim, to_axes in enumerate(layout.dims):
                 if to_dim != dim:
                     plane = busiest_transpose(
-                        shape[dim], mesh.group_size(rest), shape[to_dim], mesh.group_size(to_axes), mesh.group_size(suffix)
+                        shape[dim],
+                        mesh.group_size(rest),
+                        shape[to_dim],
+                        mesh.group_size(to_axes),
+                        mesh.group_size(suffix),
                     )
                     received = plane * _others(layout, shape, dim, to_dim)
                     after = layout.with_dim(dim, rest).with_dim(to_dim, to_axes + suffix)

@@ -1,16 +1,16 @@
 """SPMD execution of pure `jax.numpy` functions: placements in, explicit collectives out.
 
-    from typing import Annotated
-    import jax, jax.numpy as jnp
-    import spmd
-    from placements import Mesh, P, Shard
+from typing import Annotated
+import jax, jax.numpy as jnp
+import spmd
+from placements import Mesh, P, Shard
 
-    @spmd.jit(mesh=Mesh(dp=2))
-    def mean(x: Annotated[jax.Array, P(dp=Shard(0))]):
-        return jnp.mean(x)
+@spmd.jit(mesh=Mesh(dp=2))
+def mean(x: Annotated[jax.Array, P(dp=Shard(0))]):
+    return jnp.mean(x)
 
-    print(mean.lower(x))    # the Program: every collective, before it runs
-    float(mean(x))          # run on every rank of the mesh
+print(mean.lower(x))    # the Program: every collective, before it runs
+float(mean(x))          # run on every rank of the mesh
 """
 
 from spmd.api import SpmdFunction, jit

@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -27,7 +27,7 @@ from spmd.current import current_mesh
 from spmd.errors import ArgumentError, FallbackError, PlacementWarning, TransformationError
 from spmd.execute import Executable, Ranks
 from spmd.lower import as_struct
-from spmd.prefix import broadcast_prefix
+from spmd.prefix import PlacedLeaf, place_leaves
 from spmd.program import Program
 from spmd.propagate import item_sizes, plan
 from spmd.signature import Signature, read_signature
@@ -45,17 +45,6 @@ class Options:
     fallback: str
     redistribute: str
     check: Mapping[str, Any] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """One array argument: its path for messages, its value, its aval, the placement stated for it."""
-
-    path: str
-    value: Any
-    aval: Any
-    stated: P | None
-    donated: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +88,7 @@ class SpmdFunction:
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = self._make(bound, leaves, mesh, None)
-        return self._run(entry, leaves)
+        return self._run(entry, bound, leaves)
 
     def lower(self, *args: Any, **kwargs: Any) -> Program:
         """The Program of a call with these arguments; nothing runs. `jax.ShapeDtypeStruct`s stand for arrays.
@@ -122,24 +111,18 @@ class SpmdFunction:
             "spmd.value_and_grad, spmd.vjp, spmd.jvp or spmd.vmap, or put the transformation inside the decorated function."
         )
 
-    def _leaves(self, bound: inspect.BoundArguments) -> tuple[list[Leaf], list[tuple[str, Any]]]:
+    def _leaves(self, bound: inspect.BoundArguments) -> tuple[list[PlacedLeaf], list[tuple[str, Any]]]:
         """The array arguments in order, and the structure of each parameter (the value itself where it is static)."""
-        leaves: list[Leaf] = []
+        leaves: list[PlacedLeaf] = []
         structure: list[tuple[str, Any]] = []
         for name, value in bound.arguments.items():
             if name in self.signature.statics:
                 structure.append((name, value))
                 continue
-            paths, treedef = jax.tree_util.tree_flatten_with_path(value)
-            structure.append((name, treedef))
             what = f"{self.signature.name}: the placements of argument {name!r}"
-            for (path, leaf), stated in zip(
-                paths, broadcast_prefix(self.signature.prefix(name), value, what), strict=True
-            ):
-                where = f"{name}{jax.tree_util.keystr(path)}"
-                aval = self._aval(where, leaf)
-                placed = stated if stated is None or isinstance(stated, P) else stated(where, aval)
-                leaves.append(Leaf(where, leaf, aval, placed, name in self.signature.donated))
+            found, treedef = place_leaves(self.signature.prefix(name), value, name, what, self._aval)
+            structure.append((name, treedef))
+            leaves += found
         return leaves, structure
 
     def _aval(self, path: str, value: Any) -> Any:
@@ -155,7 +138,7 @@ class SpmdFunction:
                 "Name its parameter in static_argnames if the function is to be traced for its value."
             ) from None
 
-    def _describe(self, bound: inspect.BoundArguments) -> tuple[list[Leaf], Hashable, Mesh]:
+    def _describe(self, bound: inspect.BoundArguments) -> tuple[list[PlacedLeaf], Hashable, Mesh]:
         """The array arguments, the cache key and the mesh of a call."""
         leaves, structure = self._leaves(bound)
         mesh = self._mesh(leaves)
@@ -177,7 +160,7 @@ class SpmdFunction:
             raise ArgumentError(f"{self.signature.name}: a static argument ({names}) is not hashable.") from None
         return leaves, key, mesh
 
-    def _mesh(self, leaves: list[Leaf]) -> Mesh:
+    def _mesh(self, leaves: list[PlacedLeaf]) -> Mesh:
         arrays = [leaf for leaf in leaves if isinstance(leaf.value, DArray)]
         mesh = self.options.mesh or current_mesh() or next((leaf.value.mesh for leaf in arrays), None)
         if mesh is None:
@@ -193,20 +176,13 @@ class SpmdFunction:
                 )
         return mesh
 
-    def _place(self, leaf: Leaf, mesh: Mesh) -> tuple[Layout, Layout]:
+    def _place(self, leaf: PlacedLeaf, mesh: Mesh) -> tuple[Layout, Layout]:
         """The layout in which an argument arrives, and the one it is brought to."""
-        ndim = len(leaf.aval.shape)
-        try:
-            if not isinstance(leaf.value, DArray):
-                layout = checked_layout(Layout.of(leaf.stated or P(), mesh, ndim), leaf.aval.dtype)
-                return layout, layout
-            arrival = leaf.value.layout
-            wanted = arrival if leaf.stated is None else merge(leaf.stated, arrival)
-            checked_layout(wanted, leaf.aval.dtype)
-        except PlacementError as error:
-            raise type(error)(
-                f"{self.signature.name}: argument {leaf.path} of shape {leaf.aval.shape} on {mesh!r}: {error}"
-            ) from error
+        if not isinstance(leaf.value, DArray):
+            layout = self._checked(Layout.of, leaf, leaf.stated or P(), mesh, len(leaf.aval.shape))
+            return layout, layout
+        arrival = leaf.value.layout
+        wanted = arrival if leaf.stated is None else self._checked(merge, leaf, leaf.stated, arrival)
         steps = plan_steps(arrival, wanted, leaf.aval.shape, item_sizes(leaf.aval))
         sent = [step.name for step in steps if step.communicates]
         if sent and self.options.redistribute == "error":
@@ -217,7 +193,17 @@ class SpmdFunction:
             )
         return arrival, wanted
 
-    def _make(self, bound: inspect.BoundArguments, leaves: list[Leaf], mesh: Mesh, at: Coordinate | None) -> Entry:
+    def _checked(self, make: Callable[..., Layout], leaf: PlacedLeaf, placements: P, *rest: Any) -> Layout:
+        """The layout that `make` gives, valid for the leaf; errors are raised again with the leaf's path and shape."""
+        try:
+            return checked_layout(make(placements, *rest), leaf.aval.dtype)
+        except PlacementError as error:
+            where = f"{leaf.path} of shape {tuple(leaf.aval.shape)}"
+            raise type(error)(f"{self.signature.name}: {where}, stated as {placements!r}: {error}") from error
+
+    def _make(
+        self, bound: inspect.BoundArguments, leaves: list[PlacedLeaf], mesh: Mesh, at: Coordinate | None
+    ) -> Entry:
         """Trace, plan and lower."""
         placed = [self._place(leaf, mesh) for leaf in leaves]
         trees: list[Any] = []
@@ -253,21 +239,13 @@ class SpmdFunction:
 
     def _result_placements(self, treedef: Any, avals: Sequence[Any], mesh: Mesh) -> list[P | None]:
         """The placement stated for every result, validated."""
-        skeleton = treedef.unflatten(list(avals))
-        stated = broadcast_prefix(self.signature.result, skeleton, f"{self.signature.name}: the placements of the result")
-        paths = [f"result{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(skeleton)]
-        found: list[P | None] = []
-        for path, aval, placement in zip(paths, avals, stated, strict=True):
-            placed = placement if placement is None or isinstance(placement, P) else placement(path, aval)
-            if placed is not None:
-                try:
-                    checked_layout(Layout.of(placed, mesh, len(aval.shape)), aval.dtype)
-                except PlacementError as error:
-                    raise type(error)(
-                        f"{self.signature.name}: {path} of shape {aval.shape} on {mesh!r}: {error}"
-                    ) from error
-            found.append(placed)
-        return found
+        skeleton = jax.tree.unflatten(treedef, list(avals))
+        what = f"{self.signature.name}: the placements of the result"
+        placed, _ = place_leaves(self.signature.result, skeleton, "result", what, lambda path, aval: aval)
+        for leaf in placed:
+            if leaf.stated is not None:
+                self._checked(Layout.of, leaf, leaf.stated, mesh, len(leaf.aval.shape))
+        return [leaf.stated for leaf in placed]
 
     def _report(self, program: Program) -> None:
         """Say what is right but costs more than it might: fallbacks, large closed-over constants."""
@@ -291,20 +269,24 @@ class SpmdFunction:
             raise FallbackError(message)
         warnings.warn(message, PlacementWarning, stacklevel=4)
 
-    def _run(self, entry: Entry, leaves: list[Leaf]) -> Any:
+    def _run(self, entry: Entry, bound: inspect.BoundArguments, leaves: list[PlacedLeaf]) -> Any:
         """Cut, run, and wrap the results. Donated DArrays are retired once the program has run."""
         plan = entry.program.plan
         values = [leaf.value for leaf in leaves] + list(plan.jaxpr.hidden)
-        inputs = [_input(value, layout, var.aval) for value, layout, var in zip(values, plan.arrivals, plan.jaxpr.inputs, strict=True)]
+        inputs = [
+            _input(value, layout, var.aval)
+            for value, layout, var in zip(values, plan.arrivals, plan.jaxpr.inputs, strict=True)
+        ]
         results = entry.executable(inputs)
-        for leaf in leaves:
-            if leaf.donated and isinstance(leaf.value, DArray):
-                leaf.value.retire(f"donated to {self.signature.name}")
+        donated = [value for name, value in bound.arguments.items() if name in self.signature.donated]
+        for value in jax.tree.leaves(donated):
+            if isinstance(value, DArray):
+                value.retire(f"donated to {self.signature.name}")
         arrays = [
             DArray(aval, layout, shards, stated)
             for aval, layout, shards, stated in zip(entry.avals, plan.departures, results, entry.stated, strict=True)
         ]
-        return entry.treedef.unflatten(arrays)
+        return jax.tree.unflatten(entry.treedef, arrays)
 
     def _inline(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Inside another trace: call the function, its placements as constraints."""
@@ -328,17 +310,18 @@ def _constrained(tree: Any, prefix: Any, what: str, name: str) -> Any:
     """A tree with every stated leaf constrained."""
     if prefix is None:
         return tree
-    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    placed, treedef = place_leaves(prefix, tree, name, what, lambda path, leaf: _traced_aval(leaf))
     found = []
-    for (path, leaf), stated in zip(paths, broadcast_prefix(prefix, tree, what), strict=True):
-        where = f"{name}{jax.tree_util.keystr(path)}"
-        aval = aval_in_trace(leaf) if isinstance(leaf, DArray) else jax.typeof(leaf)
-        placed = stated if stated is None or isinstance(stated, P) else stated(where, aval)
+    for leaf in placed:
         try:
-            found.append(leaf if placed is None else constrain(leaf, placed))
+            found.append(leaf.value if leaf.stated is None else constrain(leaf.value, leaf.stated))
         except PlacementError as error:
-            raise type(error)(f"{what}: {where} of shape {aval.shape}: {error}") from error
-    return treedef.unflatten(found)
+            raise type(error)(f"{what}: {leaf.path} of shape {leaf.aval.shape}: {error}") from error
+    return jax.tree.unflatten(treedef, found)
+
+
+def _traced_aval(value: Any) -> Any:
+    return aval_in_trace(value) if isinstance(value, DArray) else jax.typeof(value)
 
 
 def _input(value: Any, layout: Layout, aval: Any) -> Ranks:
@@ -351,19 +334,15 @@ def _input(value: Any, layout: Layout, aval: Any) -> Ranks:
 def _rebuilt(bound: inspect.BoundArguments, signature: Signature, values: Sequence[Any]) -> inspect.BoundArguments:
     """The bound arguments with every array replaced, in order."""
     at = 0
-    rebuilt = inspect.BoundArguments(bound.signature, dict(bound.arguments))  # type: ignore[arg-type]
+    rebuilt = inspect.BoundArguments(bound.signature, dict(bound.arguments))
     for name, value in bound.arguments.items():
         if name not in signature.statics:
             leaves, treedef = jax.tree.flatten(value)
-            rebuilt.arguments[name] = treedef.unflatten(values[at : at + len(leaves)])
+            rebuilt.arguments[name] = jax.tree.unflatten(treedef, values[at : at + len(leaves)])
             at += len(leaves)
     return rebuilt
 
 
-@overload
-def jit(function: Callable[..., Any], /, **options: Any) -> SpmdFunction: ...
-@overload
-def jit(**options: Any) -> Callable[[Callable[..., Any]], SpmdFunction]: ...
 def jit(
     function: Callable[..., Any] | None = None,
     /,

@@ -246,10 +246,28 @@ def _operator(name: str) -> Callable[..., Any]:
     return method
 
 
-_BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift divmod".split()
+_BINARY = [
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "matmul",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+    "divmod",
+]
 OPERATORS: Final = (
     *(f"__{side}{name}__" for name in _BINARY for side in ("", "r")),
-    *(f"__{name}__" for name in "neg pos abs invert eq ne lt le gt ge getitem round".split()),
+    *(
+        f"__{name}__"
+        for name in ["neg", "pos", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge", "getitem", "round"]
+    ),
 )
 for _name in OPERATORS:
     setattr(DArray, _name, _operator(_name))
@@ -265,7 +283,9 @@ def aval_in_trace(array: DArray) -> Any:
             "build arrays with spmd.zeros and its kin, or take the whole array with x.full()."
         )
     if array.mesh != mesh:
-        raise ArgumentError(f"{array!r} is closed over by a function on {mesh!r}. All DArrays are on the function's mesh.")
+        raise ArgumentError(
+            f"{array!r} is closed over by a function on {mesh!r}. All DArrays are on the function's mesh."
+        )
     return ShapedArray(array.shape, array.dtype, weak_type=array.weak_type)
 
 

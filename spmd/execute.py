@@ -1,17 +1,21 @@
 """Running a Program: here the simulator, all ranks of a mesh side by side in one process.
 
-A value is a tuple with one array per position of the mesh. The local jaxprs of all shape classes have the same equations,
-so they are walked together: a collective is plain array code over the tuple, any other equation is applied rank by rank.
-Ranks whose operands are the same arrays share one result. A program's first run is op by op, the second compiles it.
-Deterministic, free of deadlock, on any platform.
+A value is a tuple with one array per position of the mesh. Each rank's local jaxpr is walked up to its next collective; when
+all have come there, the collective is plain array code over the tuple, and the walks go on. Ranks whose operands are the
+same arrays share one result. A program's first run is op by op, the second compiles it. Deterministic, free of deadlock, on
+any platform.
+
+Invariant: the local jaxprs of all shape classes have the same collectives in the same order. (Not the same equations: JAX
+drops some that do nothing for a shape.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from collectives import jax_compat, primitives
@@ -22,46 +26,66 @@ from spmd.program import Program
 Ranks = tuple[Any, ...]
 """One value on every rank: one array per position of the mesh."""
 
+Memo = dict[tuple[int, ...], tuple[list[Any], list[Any]]]
+"""Equation and operands, by identity, to results; the operands are kept, so that an identity stays theirs."""
+
+Walk = Generator[tuple[Any, Any], Any, list[Any]]
+
 
 def simulate(program: Program, inputs: Sequence[Ranks]) -> list[Ranks]:
     """The outputs of a program on every rank, from its inputs on every rank. Works eagerly and under `jax.jit`."""
     mesh = program.mesh
-    coordinates = list(mesh.coordinates())
-    jaxprs = [program.jaxpr(coordinate) for coordinate in coordinates]
     numbers = [np.int32(i) for i in range(max((size for _, size in mesh.axes), default=0))]
-    index = [tuple(numbers[at[axis]] for at in coordinates) for axis in range(len(mesh.axes))]
-    envs = [_start(closed, [value[p] for value in (*index, *inputs)]) for p, closed in enumerate(jaxprs)]
-    for eqns in zip(*(closed.jaxpr.eqns for closed in jaxprs), strict=True):
-        operands = [[_read(env, atom) for atom in eqn.invars] for env, eqn in zip(envs, eqns, strict=True)]
-        for env, eqn, results in zip(envs, eqns, _apply(eqns, operands), strict=True):
-            env.update(zip(eqn.outvars, results, strict=True))
-    outputs = [[_read(env, atom) for atom in closed.jaxpr.outvars] for env, closed in zip(envs, jaxprs, strict=True)]
-    return [tuple(column) for column in zip(*outputs, strict=True)]
+    memo: Memo = {}
+    walks = []
+    for position, coordinate in enumerate(mesh.coordinates()):
+        values = [*(numbers[i] for i in coordinate), *(value[position] for value in inputs)]
+        walks.append(_walk(program.jaxpr(coordinate), values, memo))
+    return _together(walks, memo)
 
 
-def _start(closed: Any, inputs: list[Any]) -> dict[Any, Any]:
+def _together(walks: list[Walk], memo: Memo) -> list[Ranks]:
+    """Let all ranks walk from collective to collective."""
+    results: Sequence[Any] = [None] * len(walks)
+    while True:
+        memo.clear()
+        arrived, returned = [], []
+        for walk, result in zip(walks, results, strict=True):
+            try:
+                arrived.append(walk.send(result))
+            except StopIteration as stop:
+                returned.append(stop.value)
+        if returned:
+            assert not arrived, "the ranks have different numbers of collectives"
+            return [tuple(column) for column in zip(*returned, strict=True)]
+        eqn = arrived[0][0]
+        assert all(other.primitive is eqn.primitive for other, _ in arrived), "the ranks have different collectives"
+        name = primitives.BY_PRIMITIVE[eqn.primitive]
+        results = primitives.simulate(name, tuple(jnp.asarray(operand) for _, operand in arrived), eqn.params)
+
+
+def _walk(closed: Any, inputs: list[Any], memo: Memo) -> Walk:
+    """Evaluate one rank's jaxpr; yield every collective with its operand, and receive its result."""
     jaxpr, consts = jax_compat.as_closed(closed)
-    return dict(zip((*jaxpr.invars, *jaxpr.constvars), (*inputs, *consts), strict=True))
+    env = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*inputs, *consts), strict=True))
 
+    def read(atom: Any) -> Any:
+        return literal_value(atom) if isinstance(atom, Literal) else env[atom]
 
-def _read(env: dict[Any, Any], atom: Any) -> Any:
-    return literal_value(atom) if isinstance(atom, Literal) else env[atom]
-
-
-def _apply(eqns: Sequence[Any], operands: list[list[Any]]) -> list[list[Any]]:
-    """One equation on all ranks; `eqns` differ in shapes alone."""
-    name = primitives.BY_PRIMITIVE.get(eqns[0].primitive)
-    if name is not None:
-        buffers = tuple(jax.numpy.asarray(operand[0]) for operand in operands)
-        return [[result] for result in primitives.simulate(name, buffers, eqns[0].params)]
-    shared: dict[tuple[int, ...], list[Any]] = {}
-    out = []
-    for eqn, values in zip(eqns, operands, strict=True):
-        key = (id(eqn), *(0 if isinstance(atom, Literal) else id(v) for atom, v in zip(eqn.invars, values, strict=True)))
-        if key not in shared:
-            shared[key] = jax_compat.bind(eqn, values, eqn.params)
-        out.append(shared[key])
-    return out
+    for eqn in jaxpr.eqns:
+        operands = [read(atom) for atom in eqn.invars]
+        if eqn.primitive in primitives.BY_PRIMITIVE:
+            results = [(yield eqn, operands[0])]
+        else:
+            key = (
+                id(eqn),
+                *(0 if isinstance(a, Literal) else id(v) for a, v in zip(eqn.invars, operands, strict=True)),
+            )
+            if key not in memo:
+                memo[key] = jax_compat.bind(eqn, operands, eqn.params), operands
+            results = memo[key][0]
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
 
 
 class Executable:

@@ -21,7 +21,7 @@ from placements.mesh import group_positions
 from spmd.array import DArray, build_shards, checked_layout, shards_of
 from spmd.current import mesh_or_current
 from spmd.errors import ArgumentError
-from spmd.prefix import broadcast_prefix
+from spmd.prefix import PlacedLeaf, place_leaves
 
 
 def layout_of(what: str, placements: P, mesh: Mesh, shape: Shape, dtype: Any) -> Layout:
@@ -48,17 +48,22 @@ def distribute(x: Any, placements: Any, mesh: Mesh | None = None, *, source: int
     found = mesh_or_current(mesh, "spmd.distribute")
     if source is not None and source not in found.ranks:
         raise ArgumentError(f"spmd.distribute: source={source} is no rank of {found!r}.")
-    leaves, treedef = jax.tree.flatten(x)
-    prefix = broadcast_prefix(placements, x, "placements")
-    return treedef.unflatten([_distribute(leaf, stated or P(), found) for leaf, stated in zip(leaves, prefix, strict=True)])
+    placed, treedef = place_leaves(placements, x, "x", "spmd.distribute", _aval)
+    return jax.tree.unflatten(treedef, [_distribute(leaf, found) for leaf in placed])
 
 
-def _distribute(x: Any, placements: P, mesh: Mesh) -> DArray:
-    if isinstance(x, DArray):
-        raise ArgumentError(f"spmd.distribute: {x!r} is distributed already; move it with x.redistribute({placements!r}).")
-    aval = jax.typeof(x)
-    layout = layout_of("spmd.distribute: an array", placements, mesh, aval.shape, aval.dtype)
-    return DArray(aval, layout, shards_of(_canonical(x, aval), layout), placements)
+def _aval(path: str, value: Any) -> Any:
+    if isinstance(value, DArray):
+        raise ArgumentError(
+            f"spmd.distribute: {path} is distributed already, {value!r}; move it with x.redistribute(...)."
+        )
+    return jax.typeof(value)
+
+
+def _distribute(leaf: PlacedLeaf, mesh: Mesh) -> DArray:
+    placements, aval = leaf.stated or P(), leaf.aval
+    layout = layout_of(f"spmd.distribute: {leaf.path}", placements, mesh, aval.shape, aval.dtype)
+    return DArray(aval, layout, shards_of(_canonical(leaf.value, aval), layout), placements)
 
 
 def _canonical(x: Any, aval: Any) -> Any:
@@ -67,7 +72,11 @@ def _canonical(x: Any, aval: Any) -> Any:
 
 
 def from_callback(
-    fn: Callable[[tuple[slice, ...]], Any], shape: Sequence[int], placements: P, mesh: Mesh | None = None, dtype: Any = None
+    fn: Callable[[tuple[slice, ...]], Any],
+    shape: Sequence[int],
+    placements: P,
+    mesh: Mesh | None = None,
+    dtype: Any = None,
 ) -> DArray:
     """A DArray of global `shape` whose parts `fn(index)` gives; `index` are the slices of the global array.
 
@@ -113,7 +122,9 @@ def from_local(
     lengths = [_lengths(pieces, layout, dim) for dim in range(layout.ndim)]
     size = tuple(sum(along) if axes else along[0] for along, axes in zip(lengths, layout.dims, strict=True))
     if shape is not None and tuple(shape) != size:
-        raise ArgumentError(f"spmd.from_local: the pieces {', '.join(kinds)} make an array of {size}, not {tuple(shape)}.")
+        raise ArgumentError(
+            f"spmd.from_local: the pieces {', '.join(kinds)} make an array of {size}, not {tuple(shape)}."
+        )
     for dim, axes in enumerate(layout.dims):
         pieces = _to_chunks(pieces, layout, dim, lengths[dim], size, exchange) if axes else pieces
     _check_replicas(pieces, layout)
@@ -125,7 +136,9 @@ def _one_per_rank(x: Any, mesh: Mesh) -> Sequence[Any]:
         return [x]
     if not isinstance(x, (list, tuple)) or len(x) != mesh.size:
         count = f"{len(x)}" if isinstance(x, (list, tuple)) else f"a {type(x).__name__}"
-        raise ArgumentError(f"spmd.from_local: {mesh!r} is simulated: pass a list of {mesh.size} arrays, one per rank; got {count}.")
+        raise ArgumentError(
+            f"spmd.from_local: {mesh!r} is simulated: pass a list of {mesh.size} arrays, one per rank; got {count}."
+        )
     return x
 
 
@@ -137,7 +150,9 @@ def _lengths(pieces: list[jax.Array], layout: Layout, dim: int) -> tuple[int, ..
         at = layout.mesh.flat_index(coordinate, axes)
         if found.setdefault(at, piece.shape[dim]) != piece.shape[dim]:
             sizes = [p.shape for p in pieces]
-            raise ArgumentError(f"spmd.from_local: along dim {dim} ranks with one coordinate on {axes} differ: {sizes}.")
+            raise ArgumentError(
+                f"spmd.from_local: along dim {dim} ranks with one coordinate on {axes} differ: {sizes}."
+            )
     return tuple(found[at] for at in range(len(found)))
 
 

@@ -2,7 +2,7 @@
 
 Shapes are static; everything else that depends on the rank comes from the coordinate, which is an argument of the local
 jaxpr (one int32 per mesh axis, first). Coordinates whose local shapes agree for every value share one jaxpr: a shape class.
-Lowering is evaluation of the plan under JAX's own tracer, so all classes have the same equations, one by one.
+Lowering is evaluation of the plan under JAX's own tracer: all classes have the same collectives, in the same order.
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ def evaluate(plan: Plan, place: Place, shards: Sequence[Any]) -> list[Any]:
         for move in planned.moves:
             make(move)
         operands = [read(atom, layout) for atom, layout in zip(planned.eqn.invars, planned.operands, strict=True)]
-        for var, layout, value in zip(planned.eqn.outvars, planned.results, compute(planned, operands, place), strict=True):
+        for var, layout, value in zip(
+            planned.eqn.outvars, planned.results, compute(planned, operands, place), strict=True
+        ):
             values[id(var), layout] = value
     return [
         read(atom, layout) if move is None else make(move)
@@ -180,9 +182,7 @@ def _reduce_scatter(step: Step, value: Any, shape: Shape, place: Place) -> Any:
     dim = step.dim or 0
     split = Split(shape[dim], step.target.dims[dim])
     params = {"op": step.op, "dim": dim, "split": split, "out_sizes": _sizes(step, shape, place, dim)}
-    return _in_float32(
-        lambda x: primitives.bind("reduce_scatter", x, mesh=place.mesh, axes=step.axes, **params), value
-    )
+    return _in_float32(lambda x: primitives.bind("reduce_scatter", x, mesh=place.mesh, axes=step.axes, **params), value)
 
 
 def _all_to_all(step: Step, value: Any, shape: Shape, place: Place) -> Any:

@@ -6,6 +6,7 @@ A leaf of a prefix is a `P`, `None` (not stated), or a function `(path, aval) ->
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -26,7 +27,9 @@ def broadcast_prefix(prefix: Any, tree: Any, what: str) -> list[Leaf]:
     leaves = jax.tree.leaves(prefix, is_leaf=is_leaf)
     for leaf in leaves:
         if not is_leaf(leaf):
-            raise ArgumentError(f"{what}: {leaf!r} is no placement; a leaf is a P, None, or a function (path, aval) -> P.")
+            raise ArgumentError(
+                f"{what}: {leaf!r} is no placement; a leaf is a P, None, or a function (path, aval) -> P."
+            )
     if is_leaf(prefix):
         return [prefix] * len(jax.tree.leaves(tree))
     found: list[Leaf] = []
@@ -40,18 +43,47 @@ def broadcast_prefix(prefix: Any, tree: Any, what: str) -> list[Leaf]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedLeaf:
+    """One leaf of a tree: its path for messages, its value and aval, and the placement stated for it."""
+
+    path: str
+    value: Any
+    aval: Any
+    stated: P | None
+
+
+def place_leaves(
+    prefix: Any, tree: Any, name: str, what: str, aval_of: Callable[[str, Any], Any]
+) -> tuple[list[PlacedLeaf], Any]:
+    """The leaves of `tree`, called `name`, with what a prefix states for each; and the tree's structure.
+
+    `aval_of(path, leaf)` gives the aval that functions in the prefix see.
+    """
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    found = []
+    for (path, leaf), stated in zip(paths, broadcast_prefix(prefix, tree, what), strict=True):
+        where = f"{name}{jax.tree_util.keystr(path)}"
+        aval = aval_of(where, leaf)
+        placed = stated if stated is None or isinstance(stated, P) else stated(where, aval)
+        if placed is not None and not isinstance(placed, P):
+            raise ArgumentError(f"{what}: for {where} the function gave {placed!r}, which is no P.")
+        found.append(PlacedLeaf(where, leaf, aval, placed))
+    return found, treedef
+
+
 def placements_like(tree: Any, params: Any, placements: Any) -> Any:
     """The placements of a tree that holds copies of `params`, as an optimizer state does; `P()` for all other leaves.
 
     Every subtree with the structure and shapes of `params` gets `placements` (a prefix of `params`). Leaves may be arrays or
     `jax.ShapeDtypeStruct`s. Communication: none.
     """
-    leaves, structure = jax.tree.flatten(params)
-    stated = structure.unflatten([leaf if leaf is not None else P() for leaf in broadcast_prefix(placements, params, "placements")])
-    shapes = [leaf.shape for leaf in leaves]
+    placed, structure = place_leaves(placements, params, "params", "placements_like", lambda path, leaf: leaf)
+    stated = jax.tree.unflatten(structure, [leaf.stated or P() for leaf in placed])
+    shapes = [leaf.value.shape for leaf in placed]
 
     def is_copy(node: Any) -> bool:
         found, treedef = jax.tree.flatten(node)
-        return treedef == structure and [getattr(leaf, "shape", None) for leaf in found] == shapes
+        return bool(treedef == structure) and [getattr(leaf, "shape", None) for leaf in found] == shapes
 
     return jax.tree.map(lambda node: stated if is_copy(node) else P(), tree, is_leaf=is_copy)

@@ -220,7 +220,11 @@ class Program:
         for at, eqn in enumerate(jaxpr.eqns):
             live += sum(map(_nbytes, eqn.outvars))
             peak = max(peak, live)
-            ended = {id(v): v for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, Literal) and last.get(id(v), at) == at}
+            ended = {
+                id(v): v
+                for v in (*eqn.invars, *eqn.outvars)
+                if not isinstance(v, Literal) and last.get(id(v), at) == at
+            }
             live -= sum(map(_nbytes, ended.values()))
         return MemoryAnalysis(arguments, sum(map(_nbytes, jaxpr.outvars)), peak)
 
@@ -353,7 +357,9 @@ def _lines(program: Program) -> Iterator[str]:
                 where = f"; {source.offset}" if source is not None and source.function else ""
                 sent = f"  # {step_bytes(step, sizes)} bytes: {move.reason}{where}" if step.communicates else ""
                 detail = ", ".join((*step.axes, *((step.op,) if step.op else ())))
-                rows.append((f"{result} = {step.name}[{detail}] {operand}", _typed(program, move.atom.aval, step.target), sent))
+                rows.append(
+                    (f"{result} = {step.name}[{detail}] {operand}", _typed(program, move.atom.aval, step.target), sent)
+                )
                 current[id(move.atom)] = result
 
     for index, (var, layout) in enumerate(zip(plan.jaxpr.inputs, plan.arrivals, strict=True)):
@@ -369,7 +375,9 @@ def _lines(program: Program) -> Iterator[str]:
             continue
         operands = " ".join(name_of(atom) for atom in planned.eqn.invars)
         results = " ".join(naming(var) for var in planned.eqn.outvars)
-        shown = ", ".join(f"{key}={planned.eqn.params[key]}" for key in SHOWN if planned.eqn.params.get(key) is not None)
+        shown = ", ".join(
+            f"{key}={planned.eqn.params[key]}" for key in SHOWN if planned.eqn.params.get(key) is not None
+        )
         text = f"{results} = {planned.eqn.primitive}{f'[{shown}]' if shown else ''} {operands}"
         types = ", ".join(
             _typed(program, v.aval, layout) for v, layout in zip(planned.eqn.outvars, planned.results, strict=True)

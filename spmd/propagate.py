@@ -165,9 +165,7 @@ class _Planner:
             self.require(atom, target, f"result {index} is stated as {target}" if placements else f"result {index}")
             exits.append(self.moves.pop() if self.moves else None)
             departures.append(target)
-        return Plan(
-            self.jaxpr, self.mesh, tuple(arrivals), entry, eqns, tuple(exits), tuple(departures), self.machine
-        )
+        return Plan(self.jaxpr, self.mesh, tuple(arrivals), entry, eqns, tuple(exits), tuple(departures), self.machine)
 
     def define(self, var: Var, layout: Layout) -> None:
         """A value is produced in a layout."""
@@ -293,9 +291,9 @@ class _Planner:
             communication += min(self.move_us(value.aval, layout.restrict(decided), required) for layout in value)
             settled |= axis in required.axes and any(layout.restrict(decided) == required for layout in value.made)
         avals = [var.aval for var in eqn.outvars]
-        reduction = sum(
-            self.reduction_us(aval, layout, axis) for aval, layout in zip(avals, results, strict=True)
-        ) * (not any(parts[0] == axis for parts in candidate.parts))
+        reduction = sum(self.reduction_us(aval, layout, axis) for aval, layout in zip(avals, results, strict=True)) * (
+            not any(parts[0] == axis for parts in candidate.parts)
+        )
         ranks = math.prod(self.mesh.group_size(axes) for _, axes in candidate.factors)
         cost = communication + reduction + self.machine.compute_us(rule.flops / ranks)
         if settled and communication == 0 and not (reduction and _outgrows(avals, versions)):

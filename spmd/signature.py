@@ -99,7 +99,9 @@ def _names(name: str, signature: inspect.Signature, what: str, numbers: Any, wor
     found = set()
     for number in _as_tuple(numbers if numbers is not None else ()):
         if not -len(parameters) <= number < len(parameters):
-            raise ArgumentError(f"{name}: {what}_argnums={number} is out of range; it has {len(parameters)} parameters.")
+            raise ArgumentError(
+                f"{name}: {what}_argnums={number} is out of range; it has {len(parameters)} parameters."
+            )
         found.add(parameters[number])
     for word in _as_tuple(words):
         if word not in parameters:
@@ -119,7 +121,9 @@ def _given(name: str, signature: inspect.Signature, in_placements: Any, statics:
         unknown = [key for key in in_placements if key not in {p.name for p in dynamic}]
         if unknown:
             names = ", ".join(p.name for p in dynamic)
-            raise ArgumentError(f"{name}: in_placements names {unknown}; the parameters that are not static are {names}.")
+            raise ArgumentError(
+                f"{name}: in_placements names {unknown}; the parameters that are not static are {names}."
+            )
         return dict(in_placements)
     if not isinstance(in_placements, (tuple, list)):
         raise ArgumentError(f"{name}: in_placements is a P, a tuple with one entry per argument, or a dict by name.")

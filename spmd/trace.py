@@ -126,7 +126,9 @@ class GlobalJaxpr:
         return next((source for source in map(source_of, chain) if source.function), UNKNOWN)
 
 
-def trace(function: Callable[..., Any], avals: Sequence[Any], mesh: Mesh, is_hidden: Callable[[Any], bool]) -> GlobalJaxpr:
+def trace(
+    function: Callable[..., Any], avals: Sequence[Any], mesh: Mesh, is_hidden: Callable[[Any], bool]
+) -> GlobalJaxpr:
     """Trace `function` of flat arguments for `mesh`. `is_hidden` says which closed-over constants become inputs."""
     with tracing(mesh):
         closed = jax.make_jaxpr(function)(*avals)
@@ -189,7 +191,7 @@ class _Flattening:
             else:
                 results = [Var(var.aval) for var in eqn.outvars]
                 self.emit(eqn, operands, results)
-                self.callers.update({var: callers for var in results[:1]} if callers else {})
+                self.callers.update(dict.fromkeys(results[:1], callers) if callers else {})
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in opened.outvars]
 
@@ -245,4 +247,3 @@ def constrain(x: Any, placements: P) -> Any:
 def is_large(value: Any) -> bool:
     """Whether a closed-over array is above `LARGE_CONSTANT` bytes."""
     return math.prod(value.shape) * value.dtype.itemsize > LARGE_CONSTANT
-

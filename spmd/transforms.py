@@ -120,7 +120,9 @@ def vjp(fun: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[[Any], An
     return _once(fun, lambda *primals: fun(*primals))(*primals), lambda cotangent: pull_back(cotangent, *primals)
 
 
-def vmap(fun: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0, axis_size: int | None = None) -> Callable[..., Any]:
+def vmap(
+    fun: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0, axis_size: int | None = None
+) -> Callable[..., Any]:
     """`jax.vmap` for DArrays. Placements that `fun` states shift past the batch dim, which is left free. See `jax.vmap`."""
     return _everywhere(fun, jax.vmap(fun, in_axes, out_axes, axis_size=axis_size))
 

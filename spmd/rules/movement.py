@@ -161,7 +161,7 @@ def _pad(eqn: JaxprEqn) -> Rule:
     untouched = [config == (0, 0, 0) for config in eqn.params["padding_config"]]
     operand, results, sizes, replicated = _cut(shape, (eqn.outvars[0].aval.shape,), untouched)
     fill = eqn.invars[1]
-    zero = isinstance(fill, Literal) and fill.aval.dtype != np.bool_ and not np.any(np.asarray(fill.val))
+    zero = isinstance(fill, Literal) and np.asarray(fill.val).dtype != np.bool_ and not np.any(np.asarray(fill.val))
     passes = (Passes(LINEAR, (0,), movement=True),) if zero else ()
     return Rule((operand, ()), results, sizes, replicated=replicated, passes=passes, flops=_size(eqn))
 
@@ -175,9 +175,7 @@ def _concatenate(eqn: JaxprEqn) -> Rule:
         operands.append(tuple((len(sizes),) if dim == along else (dim,) for dim in range(len(shape))))
         sizes.append(atom.aval.shape[along])
     passes = (Passes(ANY_OP, tuple(range(len(eqn.invars))), movement=True),)
-    return Rule(
-        tuple(operands), (_singles(len(shape)),), tuple(sizes), (), tuple(replicated), passes, flops=_size(eqn)
-    )
+    return Rule(tuple(operands), (_singles(len(shape)),), tuple(sizes), (), tuple(replicated), passes, flops=_size(eqn))
 
 
 def _reverse(eqn: JaxprEqn) -> Rule:
