@@ -329,7 +329,8 @@ def _plan_constrain(planner: _Planner, eqn: JaxprEqn) -> PlannedEqn:
 
 
 def _plan_place_like(planner: _Planner, eqn: JaxprEqn) -> PlannedEqn:
-    return _place(planner, eqn, planner.versions(eqn.invars[1]).primary)
+    """The cotangent of a value held in parts is the same for every part: replicated where the value is partial."""
+    return _place(planner, eqn, planner.versions(eqn.invars[1]).primary.with_partial(()))
 
 
 def _place(planner: _Planner, eqn: JaxprEqn, target: Layout) -> PlannedEqn:

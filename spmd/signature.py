@@ -165,7 +165,9 @@ def _evaluate(
     """A string annotation, in the function's globals, its closure and the decorating frame's locals."""
     inner = inspect.unwrap(function)
     while isinstance(inner, functools.partial):
-        inner = inner.func
+        inner = inspect.unwrap(inner.func)
+    if not hasattr(inner, "__globals__"):  # an instance: what is called is its class's
+        inner = inspect.unwrap(type(inner).__call__)
     code, cells = getattr(inner, "__code__", None), getattr(inner, "__closure__", None) or ()
     closure = {}
     for variable, cell in zip(code.co_freevars if code else (), cells, strict=True):
