@@ -61,9 +61,7 @@ def initial_params(dtype: str = "float32", seed: int = 2) -> Params:
     """He-initialised weights `[in, out]` and zero biases `[out]`, the same on every rank."""
     rng = np.random.default_rng(seed)
     shapes = zip(LAYERS[:-1], LAYERS[1:], strict=True)
-    return [
-        (jnp.asarray(rng.normal(size=(m, n)) * np.sqrt(2 / m), dtype), jnp.zeros(n, dtype)) for m, n in shapes
-    ]
+    return [(jnp.asarray(rng.normal(size=(m, n)) * np.sqrt(2 / m), dtype), jnp.zeros(n, dtype)) for m, n in shapes]
 
 
 def logits(params: Params, images: jax.Array) -> jax.Array:

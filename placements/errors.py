@@ -22,4 +22,4 @@ class PartialTypeError(PlacementError, TypeError):
 
 
 class RedistributionError(PlacementError, ValueError):
-    """No sequence of steps leads from one layout to another."""
+    """Two layouts between which no array can move: of different meshes, or of different numbers of dims."""

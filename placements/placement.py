@@ -152,7 +152,7 @@ def _rebuild(positional: tuple[Placement | None, ...], named: tuple[tuple[str, P
 def _refuse_partition_spec(positional: tuple[Any, ...]) -> None:
     """Raise with the translation if the arguments are those of a JAX PartitionSpec, or one itself."""
     spec = positional
-    if len(positional) == 1 and type(positional[0]).__name__ == "PartitionSpec":
+    if len(positional) == 1 and isinstance(positional[0], Iterable) and not isinstance(positional[0], (str, tuple)):
         spec = tuple(positional[0])
     elif not any(isinstance(entry, (str, tuple)) for entry in positional):
         return

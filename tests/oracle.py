@@ -68,7 +68,9 @@ def agree(
     plain = function(*map(jnp.asarray, args))
     programs = []
     for mesh in meshes:
-        decorated = spmd.jit(function, mesh=mesh, in_placements=tuple(placements), out_placements=out, fallback=fallback)
+        decorated = spmd.jit(
+            function, mesh=mesh, in_placements=tuple(placements), out_placements=out, fallback=fallback
+        )
         for _ in range(2 if compiled else 1):
             result = decorated(*args)
             jax.tree.map(lambda f, e: same(f, e, mesh, exact), result, plain)  # noqa: B023

@@ -164,7 +164,12 @@ def test_b6_axes_that_share_a_dim_in_either_order() -> None:
     mesh = Mesh(a=2, b=2)
     result = spmd.jit(jnp.matmul, mesh=mesh, in_placements=(P(a=Shard(1), b=Shard(1)), P(b=Shard(0), a=Shard(0))))(x, x)
     assert result.full()[0].tolist() == [56, 62, 68, 74]
-    orders = (P(a=Shard(0), b=Shard(0)), P(b=Shard(0), a=Shard(0)), P(a=Shard(1), b=Shard(1)), P(b=Shard(1), a=Shard(0)))
+    orders = (
+        P(a=Shard(0), b=Shard(0)),
+        P(b=Shard(0), a=Shard(0)),
+        P(a=Shard(1), b=Shard(1)),
+        P(b=Shard(1), a=Shard(0)),
+    )
     for left in orders:
         for right in orders:
             agree(jnp.matmul, [signed(5, 7), signed(7, 6)], [left, right], GRIDS[:3], exact=True, gradient=False)
