@@ -202,12 +202,12 @@ def full(
 
 def zeros(shape: Sequence[int] | int, placements: P = P(), mesh: Mesh | None = None, dtype: Any = None) -> DArray:
     """An array of zeros; only the shards are built. `dtype` defaults to JAX's default float. Communication: none."""
-    return full(shape, 0, placements, mesh, jnp.dtype(float) if dtype is None else dtype)
+    return full(shape, 0, placements, mesh, jnp.zeros((), dtype).dtype)
 
 
 def ones(shape: Sequence[int] | int, placements: P = P(), mesh: Mesh | None = None, dtype: Any = None) -> DArray:
     """An array of ones; only the shards are built. `dtype` defaults to JAX's default float. Communication: none."""
-    return full(shape, 1, placements, mesh, jnp.dtype(float) if dtype is None else dtype)
+    return full(shape, 1, placements, mesh, jnp.zeros((), dtype).dtype)
 
 
 def arange(
