@@ -10,6 +10,7 @@ replicated; from them follow the all_reduce of each gradient and of the loss, wh
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -60,7 +61,7 @@ def batches(data: Data, size: int, epochs: int, seed: int = 1) -> Iterator[tuple
 def initial_params(dtype: str = "float32", seed: int = 2) -> Params:
     """He-initialised weights `[in, out]` and zero biases `[out]`, the same on every rank."""
     rng = np.random.default_rng(seed)
-    shapes = zip(LAYERS[:-1], LAYERS[1:], strict=True)
+    shapes = itertools.pairwise(LAYERS)
     return [(jnp.asarray(rng.normal(size=(m, n)) * np.sqrt(2 / m), dtype), jnp.zeros(n, dtype)) for m, n in shapes]
 
 

@@ -370,8 +370,8 @@ def jit(
     differs from the stated one is an error if moving it would communicate; `redistribute="allow"` lists the move in the
     Program. `check` is passed to `Program.check` at every lowering. Donated DArrays raise when read afterwards.
 
-    Raises `AnnotationError` and `ArgumentError` at decoration, `ArgumentError`, `InvalidPlacement` and `PartialTypeError` at the
-    call. Communication: what `f.lower(...)` prints.
+    Raises `AnnotationError` and `ArgumentError` at decoration, `ArgumentError`, `InvalidPlacement` and `PartialTypeError`
+    at the call. Communication: what `f.lower(...)` prints.
 
     >>> from placements import Mesh, P, Shard
     >>> double = jit(lambda x: 2 * x, mesh=Mesh(dp=2), in_placements=P(dp=Shard(0)))

@@ -42,6 +42,7 @@ def distribute(x: Any, placements: Any, mesh: Mesh | None = None, *, source: int
     no communication. Raises `InvalidPlacement` where the placements do not fit, `ArgumentError` for a DArray (move it with
     `x.redistribute`).
 
+    >>> from placements import Shard
     >>> distribute(np.arange(5.0), P(dp=Shard(0)), Mesh(dp=4)).shards[(0,)].shape
     (2,)
     """
@@ -219,7 +220,7 @@ def arange(
     step = 1 if step is None else step
     if not all(isinstance(number, (int, float, np.number)) for number in (start, stop, step)) or step == 0:
         raise ArgumentError(f"spmd.arange({start!r}, {stop!r}, {step!r}): Python numbers, and a step other than 0.")
-    kind = jax.typeof(jnp.arange(start, start, step, dtype)).dtype
+    kind = jax.eval_shape(lambda: jnp.arange(start, stop, step, dtype)).dtype
     count = max(0, math.ceil((stop - start) / step))
     layout = layout_of("spmd.arange: an array", placements, found, (count,), kind)
     first, second = (np.asarray(value).astype(kind) for value in (start, start + step))

@@ -48,7 +48,13 @@ def test_annotations_in_every_form() -> None:
     local = P(dp=Shard(0))
 
     @spmd.jit(mesh=MESH)
-    def f(x: local, p: {"w": COLUMNS, "b": P()}, *more: ROWS, k: P() = 1, **rest: P(dp=Shard(1))) -> tuple[ROWS, Any]:  # type: ignore[valid-type]  # noqa: F821
+    def f(  # type: ignore[valid-type]
+        x: local,
+        p: {"w": COLUMNS, "b": P()},  # noqa: F821, UP037
+        *more: ROWS,
+        k: P() = 1,
+        **rest: P(dp=Shard(1)),
+    ) -> tuple[ROWS, Any]:
         return x @ p["w"] + p["b"], [x.sum() + k, *more, rest]
 
     result, others = f(X, {"w": W1, "b": W1[0]}, X + 1, k=2, z=X)
@@ -279,7 +285,7 @@ def test_a_decorated_function_inside_another_is_inlined() -> None:
     assert outer(X).placements == ROWS
     with pytest.raises(spmd.ArgumentError, match="on one mesh"):
         spmd.jit(lambda x: mlp(x, W1, W2), mesh=Mesh(dp=2))(X)
-    with pytest.raises(InvalidPlacement, match="argument 'x'.*out of range|x of shape"):
+    with pytest.raises(InvalidPlacement, match=r"argument 'x': x of shape .*out of range"):
         spmd.jit(lambda x: spmd.jit(lambda x: x, in_placements=P(dp=Shard(2)))(x), mesh=MESH)(X)
 
 
@@ -386,7 +392,7 @@ def test_factories() -> None:
         same(spmd.zeros((5, 3), rows, mesh), jnp.zeros((5, 3)), mesh, exact=True)
         same(spmd.ones(5, rows, mesh, dtype=int), jnp.ones(5, int), mesh, exact=True)
         same(spmd.full((5,), 2.5, P(a=Partial()), mesh), jnp.full(5, 2.5), mesh, exact=True)
-        for arguments in ((7,), (2, 9), (9, 2, -3), (0.0, 1.0, 0.1), (-1.5, 3.0), (5, 5)):
+        for arguments in ((7,), (2, 9), (9, 2, -3), (0.0, 1.0, 0.1), (-1.5, 3.0), (5, 5), (4.0,), (2, 5.5)):
             same(spmd.arange(*arguments, placements=rows, mesh=mesh), jnp.arange(*arguments), mesh, exact=True)
     seen = []
 
@@ -421,7 +427,7 @@ def test_distribute_and_from_local() -> None:
 def test_parts_have_dtypes() -> None:
     """Sum of bool and mean of integers do not exist; bitwise parts are for bool and integers."""
     for dtype, op in (("bool", "sum"), ("int32", "mean"), ("bool", "mean"), ("float32", "or"), ("complex64", "max")):
-        with pytest.raises(PartialTypeError, match="Use|not"):
+        with pytest.raises(PartialTypeError, match="Use|is not|is for"):
             spmd.zeros(3, P(dp=Partial(op)), MESH, dtype=dtype)
         with pytest.raises(PartialTypeError, match="x of shape"):
             spmd.jit(lambda x: x, mesh=MESH, in_placements=P(dp=Partial(op)))(np.zeros(3, dtype))

@@ -33,7 +33,7 @@ def test_the_suite_can_fail() -> None:
     """A collective that permutes its result, or sums without the last rank, does not conform."""
     for name, wrong in {
         "all_gather": lambda parts, **kw: GROUP["all_gather"](parts, **kw)[::-1][:1] * len(parts),
-        "all_reduce": lambda parts, op: GROUP["all_reduce"](parts[:-1], op=op) + [parts[-1]],
+        "all_reduce": lambda parts, op: [*GROUP["all_reduce"](parts[:-1], op=op), parts[-1]],
     }.items():
         broken = {**GROUP, name: wrong}
         if name == "all_gather":

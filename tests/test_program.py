@@ -191,9 +191,8 @@ def test_a_mesh_of_any_size_is_lowered() -> None:
 
 def test_cost_and_memory() -> None:
     """The machine model's time grows with the bytes; liveness counts arguments, results and the peak."""
-    small, large = (
-        spmd.jit(lambda x: jnp.tanh(x).sum(), mesh=Mesh(dp=2), in_placements=P(dp=Shard(0))).lower(struct(n, 10)) for n in (8, 8000)
-    )  # fmt: skip
+    total = spmd.jit(lambda x: jnp.tanh(x).sum(), mesh=Mesh(dp=2), in_placements=P(dp=Shard(0)))
+    small, large = total.lower(struct(8, 10)), total.lower(struct(8000, 10))
     assert small.cost.communication_us == large.cost.communication_us > 0
     assert small.cost.compute_us < large.cost.compute_us
     assert small.cost.total_us == small.cost.communication_us + small.cost.compute_us

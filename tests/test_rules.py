@@ -299,7 +299,8 @@ WRONG: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Rule, str]] = {
         lambda x: x.max(0), (X,), Rule((((0,), (1,)),), (((1,),),), (5, 3), reductions=((0, "sum"),)), "another value",
     ),
     "a slice without its own size": (
-        lambda x: lax.slice(x, (0, 1), (5, 3)), (X,), Rule((((0,), (1,)),), (((0,), (2,)),), (5, 3, 2), replicated=(1, 2)), "fails",
+        lambda x: lax.slice(x, (0, 1), (5, 3)), (X,),
+        Rule((((0,), (1,)),), (((0,), (2,)),), (5, 3, 2), replicated=(1, 2)), "fails",
     ),
 }  # fmt: skip
 
