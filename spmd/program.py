@@ -151,7 +151,7 @@ class Program:
 
     @functools.cached_property
     def fallbacks(self) -> tuple[Fallback, ...]:
-        """The equations without a rule that have an operand or result that could be sharded, in order."""
+        """The equations without a rule, in order."""
         found = []
         for planned in self.plan.eqns:
             if planned.is_fallback:

@@ -427,7 +427,7 @@ def test_distribute_and_from_local() -> None:
 def test_parts_have_dtypes() -> None:
     """Sum of bool and mean of integers do not exist; bitwise parts are for bool and integers."""
     for dtype, op in (("bool", "sum"), ("int32", "mean"), ("bool", "mean"), ("float32", "or"), ("complex64", "max")):
-        with pytest.raises(PartialTypeError, match="Use|is not|is for"):
+        with pytest.raises(PartialTypeError, match=r"Use|is not|is for"):
             spmd.zeros(3, P(dp=Partial(op)), MESH, dtype=dtype)
         with pytest.raises(PartialTypeError, match="x of shape"):
             spmd.jit(lambda x: x, mesh=MESH, in_placements=P(dp=Partial(op)))(np.zeros(3, dtype))

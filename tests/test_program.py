@@ -147,7 +147,7 @@ def test_digests_tell_programs_apart() -> None:
     """Another function, shape, placement, mesh or constant: another digest; the same: the same, whichever coordinate."""
     mesh = Mesh(dp=2)
 
-    def digest(function: Any, placements: P = P(), x: Any = struct(4, 3), mesh: Mesh = mesh, **options: Any) -> str:  # noqa: B008
+    def digest(function: Any, placements: P = P(), x: Any = struct(4, 3), mesh: Mesh = mesh, **options: Any) -> str:
         return spmd.jit(function, mesh=mesh, in_placements=placements, fallback="allow").lower(x, **options).digest
 
     def f(x: Any) -> Any:
