@@ -112,12 +112,12 @@ class SpmdFunction:
         )
 
     def _leaves(self, bound: inspect.BoundArguments) -> tuple[list[PlacedLeaf], list[tuple[str, Any]]]:
-        """The array arguments in order, and the structure of each parameter (the value itself where it is static)."""
+        """The array arguments in order, and the structure of each parameter (type and value where it is static)."""
         leaves: list[PlacedLeaf] = []
         structure: list[tuple[str, Any]] = []
         for name, value in bound.arguments.items():
             if name in self.signature.statics:
-                structure.append((name, value))
+                structure.append((name, (type(value), value)))  # 1, 1.0 and True are equal, and other programs
                 continue
             what = f"{self.signature.name}: the placements of argument {name!r}"
             found, treedef = place_leaves(self.signature.prefix(name), value, name, what, self._aval)
@@ -328,6 +328,8 @@ def _input(value: Any, layout: Layout, aval: Any) -> Ranks:
     """The shards of an argument on every rank."""
     if isinstance(value, DArray):
         return value._ranks()
+    if isinstance(value, jax.ShapeDtypeStruct):
+        raise ArgumentError(f"a call takes arrays; {value} stands for one in f.lower(...) alone.")
     return shards_of(value if isinstance(value, jax.Array) else np.asarray(value, aval.dtype), layout)
 
 

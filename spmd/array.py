@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from collectives.jax_compat import ShapedArray, Var, register_array_type
+from collectives.jax_compat import ShapedArray, Tracer, Var, register_array_type
 from collectives.simulated import identity
 from placements import InvalidPlacement, Layout, Mesh, P, PartialTypeError, Replicate
 from placements.layout import Shape, check_dtype, merge, resolve
@@ -46,6 +46,11 @@ class DArray:
     """What each mesh axis does to the array; axes of size 1 included."""
 
     def __init__(self, aval: Any, layout: Layout, shards: Ranks, stated: P | None = None) -> None:
+        if any(isinstance(shard, Tracer) for shard in shards):
+            raise TransformationError(
+                "a DArray was made inside a traced function. There arrays are whole: use jnp.zeros, jnp.asarray and their "
+                "kin, and pin a placement with spmd.constrain."
+            )
         self._aval = aval
         self._shards: Ranks | None = shards
         self._gone = ""

@@ -106,6 +106,10 @@ def test_static_arguments_and_keywords() -> None:
         same(f(y=1.0, power=2, x=X), X**2 + 1, MESH)
         same(f(X, 3, y=2.0, scale=0.5), 0.5 * X**3 + 2, MESH)
     assert calls == [(2, 1.0), (3, 0.5)]
+    scale = spmd.jit(lambda x, k: x * k, mesh=MESH, static_argnums=1)
+    assert [scale(np.int32(3), k).dtype for k in (2, 2.0, True)] == [jnp.int32, jnp.float32, jnp.int32]
+    with pytest.raises(spmd.ArgumentError, match="a call takes arrays"):
+        scale(jax.ShapeDtypeStruct((), np.int32), 2)
     with pytest.raises(spmd.ArgumentError, match="not hashable"):
         f(X, [2], 1.0)
 
@@ -402,6 +406,9 @@ def test_factories() -> None:
 
     same(spmd.from_callback(part, X.shape, ROWS, MESH), X, MESH, exact=True)
     assert seen == [(slice(0, 3), slice(0, 4)), (slice(3, 5), slice(0, 4))]
+    for make in (lambda: spmd.zeros(4, ROWS, MESH), lambda: spmd.distribute(X, ROWS, MESH)):
+        with pytest.raises(spmd.TransformationError, match=r"jnp\.zeros"):
+            spmd.jit(lambda x: make() + x, mesh=MESH)(np.float32(1))  # noqa: B023
     with pytest.raises(spmd.ArgumentError, match=r"fn gave float32\[5, 4\]"):
         spmd.from_callback(lambda index: X, X.shape, ROWS, MESH)
 
