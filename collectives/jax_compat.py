@@ -19,8 +19,10 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
 from jax._src import source_info_util as _source_info
+from jax._src.lax import lax as _lax
 from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
+from jax.interpreters import mlir
 
 Primitive = jax.extend.core.Primitive
 Literal = jax.extend.core.Literal
@@ -91,6 +93,20 @@ def dynamic_update_slice(operand: Any, update: Any, starts: list[Any]) -> Any:
     found = primitive("dynamic_update_slice")
     assert found is not None
     return found.bind(operand, update, *starts)
+
+
+def identity_primitive(name: str) -> Primitive:
+    """A primitive that does nothing to its first operand, wherever it is evaluated or compiled."""
+    made = Primitive(name)
+    made.def_abstract_eval(lambda aval, *others, **params: aval)
+    made.def_impl(lambda value, *others, **params: value)
+    mlir.register_lowering(made, lambda ctx, value, *others, **params: [value])
+    return made
+
+
+def as_weak(value: Any) -> Any:
+    """The same array with a weak type."""
+    return _lax._convert_element_type(value, value.dtype, weak_type=True)
 
 
 def new_equation(like: JaxprEqn, primitive: Primitive, invars: list[Atom], outvars: list[Var]) -> JaxprEqn:

@@ -17,7 +17,7 @@ from typing import Self
 from placements.errors import InvalidPlacement
 from placements.intervals import Bounds, longest, piece
 from placements.mesh import Coordinate, Mesh
-from placements.placement import P, Partial, Placement, Replicate, Shard
+from placements.placement import P, Partial, Placement, Shard
 
 Shape = tuple[int, ...]
 
@@ -43,7 +43,7 @@ class Layout:
         return cls(mesh, ((),) * ndim)
 
     @classmethod
-    def of(cls, placements: P, mesh: Mesh, ndim: int) -> Self:
+    def of(cls, placements: P, mesh: Mesh, ndim: int) -> Layout:
         """The layout of an array with `ndim` dims. `None` counts as `Replicate()`.
 
         Raises `InvalidPlacement` for an unknown axis, an axis used twice, a dim out of range, parts of different ops;
@@ -53,20 +53,16 @@ class Layout:
         'P(tp=S(1), dp=S(1))'
         """
         dims: list[tuple[str, ...]] = [()] * ndim
-        partial: dict[str, str] = {}
+        partial: list[tuple[str, str]] = []
         for axis, placement in resolve(placements, mesh, ndim).items(mesh.axis_names):
-            if mesh.axis_size(axis) == 1:
-                continue
             if isinstance(placement, Shard):
                 dims[placement.dim] += (axis,)
             elif isinstance(placement, Partial):
-                partial[axis] = placement.op
-        if len(set(partial.values())) > 1:
-            raise InvalidPlacement(
-                f"{placements!r}: parts of different ops do not mix ({', '.join(partial.values())}). "
-                "Reduce over one of the axes first."
-            )
-        return cls(mesh, tuple(dims), tuple((axis, partial[axis]) for axis in mesh.axis_names if axis in partial))
+                partial.append((axis, placement.op))
+        _check_one_op(placements, partial)
+        wide = {axis for axis, size in mesh.axes if size > 1}
+        sharded = tuple(tuple(axis for axis in axes if axis in wide) for axes in dims)
+        return cls(mesh, sharded).with_partial(pair for pair in partial if pair[0] in wide)
 
     @property
     def ndim(self) -> int:
@@ -161,6 +157,14 @@ class Layout:
         return tuple(None if not axes else axes[0] if len(axes) == 1 else axes for axes in self.dims)
 
 
+def _check_one_op(placements: P, partial: Iterable[tuple[str, str]]) -> None:
+    ops = list(dict.fromkeys(op for _, op in partial))
+    if len(ops) > 1:
+        raise InvalidPlacement(
+            f"{placements!r}: parts of different ops do not mix ({', '.join(ops)}). Reduce over one of the axes first."
+        )
+
+
 @functools.cache
 def resolve(placements: P, mesh: Mesh, ndim: int) -> P:
     """`placements` by axis name, negative dims resolved against `ndim`, validated against `mesh`; `None` kept.
@@ -210,23 +214,23 @@ def merge(stated: P, current: Layout, free_dims: tuple[int, ...] = ()) -> Layout
         tuple(axis for axis in old if axis in kept) + new for old, new in zip(current.dims, target.dims, strict=True)
     )
     parts = (*target.partial, *(pair for pair in current.partial if pair[0] in kept))
+    _check_one_op(stated, parts)
     return Layout(mesh, dims).with_partial(parts)
 
 
-def check_dtype(layout: Layout, kind: str, name: str) -> str | None:
-    """Why parts of `layout` are not defined for a dtype of numpy kind `kind` called `name`, or None if they are."""
-    ops = {op for _, op in layout.partial}
-    if kind == "b" and ops & {"sum", "mean"}:
-        return (
-            f"{layout}: the sum of {name} is not defined. Use Partial('or') or Partial('and'), or cast to an integer."
-        )
-    if kind in "iu" and "mean" in ops:
-        return f"{layout}: the mean of {name} is not an integer. Use Partial('sum'), or cast to a float."
-    if kind in "fcV" and ops & {"and", "or", "xor"}:
-        return f"{layout}: {', '.join(sorted(ops))} is for bool and integers, not {name}."
-    if kind == "c" and ops & {"max", "min"}:
-        return f"{layout}: {', '.join(sorted(ops))} of complex numbers is not defined."
+def partial_fault(op: str, kind: str) -> str | None:
+    """Why parts of `op` are not defined for a kind of dtype (bool, integer, float, complex, key), or None if they are.
+
+    The text has a place for the `{dtype}`.
+    """
+    if kind == "key":
+        return "a key has no parts. Use Replicate or Shard."
+    if kind == "bool" and op in ("sum", "mean"):
+        return f"the {op} of {{dtype}} is not defined. Use Partial('or') or Partial('and'), or cast to an integer."
+    if kind == "integer" and op == "mean":
+        return "the mean of {dtype} is not an integer. Use Partial('sum'), or cast to a float."
+    if kind in ("float", "complex") and op in ("and", "or", "xor"):
+        return f"{op} is for bool and integers, not {{dtype}}."
+    if kind == "complex" and op in ("max", "min"):
+        return f"{op} of complex numbers is not defined. Use the real and imaginary parts."
     return None
-
-
-__all__ = ["Layout", "Replicate", "Shape", "check_dtype", "merge", "resolve"]

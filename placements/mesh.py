@@ -123,6 +123,10 @@ class Mesh:
     def position(self, coordinate: Coordinate) -> int:
         """The row-major position of a coordinate. Raises `MeshError` for one outside the mesh."""
         sizes = tuple(size for _, size in self.axes)
+        if not isinstance(coordinate, tuple):
+            raise MeshError(
+                f"{self!r}: a coordinate is a tuple of {len(sizes)} ints in mesh order, not {coordinate!r}."
+            )
         if len(coordinate) != len(sizes) or not all(0 <= i < n for i, n in zip(coordinate, sizes, strict=True)):
             raise MeshError(f"{self!r} has no coordinate {tuple(coordinate)!r}.")
         return functools.reduce(lambda flat, pair: flat * pair[1] + pair[0], zip(coordinate, sizes, strict=True), 0)
@@ -156,7 +160,7 @@ class Mesh:
         ranks = self.ranks
         return tuple(tuple(ranks[p] for p in group) for group in group_positions(self, _axes_tuple(axes)))
 
-    def submesh(self, *keep: str, **fixed: int) -> Mesh:
+    def submesh(self, /, *keep: str, **fixed: int) -> Mesh:
         """The mesh of the axes `keep` at fixed coordinates of all the others: `mesh.submesh("tp", dp=0)`.
 
         Raises `MeshError` unless every axis is either kept or fixed.

@@ -81,7 +81,7 @@ class P:
     named: tuple[tuple[str, Placement | None], ...]
     positional: tuple[Placement | None, ...]
 
-    def __init__(self, *positional: Placement | None, **named: Placement | None) -> None:
+    def __init__(self, /, *positional: Placement | None, **named: Placement | None) -> None:
         if positional and named:
             raise InvalidPlacement(
                 "P(...): placements are given in mesh order or by axis name, not both. "

@@ -2,8 +2,9 @@
 
 A step is one collective over one axis or a group of axes, or a local act; `STEPS` is the table of them. The planner is
 Dijkstra's algorithm over layouts: by cost under the machine model, then bytes, then the number of steps, then the order
-of the table. Invariants: axes that keep their placement do not move unless they share a dim with one that does; the
-result depends on the arguments alone, so every rank plans the same.
+of the table. Invariants: axes that keep their placement do not move unless they share a dim with one that does; every step
+leads towards the target (an axis becomes replicated, or goes to a dim or to parts where the target has it), so the search
+stays small for any number of axes; the result depends on the arguments alone, so every rank plans the same.
 
 Bytes are what the busiest coordinate receives (n ranks, array of B bytes before the step is split over other axes):
 all_gather B(n-1)/n, all_reduce 2B(n-1)/n, reduce_scatter B(n-1)/n, all_to_all B(n-1)/n², exchange the indices wanted and
@@ -183,37 +184,38 @@ def _all_reduce(layout: Layout, target: Layout, movable: tuple[str, ...], shape:
 
 def _reduce_scatter(layout: Layout, target: Layout, movable: tuple[str, ...], shape: Shape) -> Iterator[Step]:
     for op, group in _part_groups(layout, movable):
+        dim = target.dim_of(group[0])
+        if dim is None or any(target.dim_of(axis) != dim for axis in group):
+            continue
         kept = layout.with_partial(pair for pair in layout.partial if pair[0] not in group)
-        for order in itertools.permutations(group):
-            n = layout.mesh.group_size(order)
-            for dim, axes in enumerate(layout.dims):
-                pieces = longest(shape[dim], layout.mesh.group_size(axes) * n)
-                received = (n - 1) * pieces * _others(layout, shape, dim)
-                yield Step("reduce_scatter", order, layout, kept.with_dim(dim, axes + order), received, dim, op=op)
+        order = tuple(axis for axis in target.dims[dim] if axis in group)
+        axes = layout.dims[dim]
+        n = layout.mesh.group_size(order)
+        pieces = longest(shape[dim], layout.mesh.group_size(axes) * n)
+        received = (n - 1) * pieces * _others(layout, shape, dim)
+        yield Step("reduce_scatter", order, layout, kept.with_dim(dim, axes + order), received, dim, op=op)
 
 
 def _all_to_all(layout: Layout, target: Layout, movable: tuple[str, ...], shape: Shape) -> Iterator[Step]:
     mesh = layout.mesh
     for dim, axes in enumerate(layout.dims):
         for rest, suffix in _suffixes(axes, movable):
-            for to_dim, to_axes in enumerate(layout.dims):
-                if to_dim != dim:
-                    plane = busiest_transpose(
-                        shape[dim],
-                        mesh.group_size(rest),
-                        shape[to_dim],
-                        mesh.group_size(to_axes),
-                        mesh.group_size(suffix),
-                    )
-                    received = plane * _others(layout, shape, dim, to_dim)
-                    after = layout.with_dim(dim, rest).with_dim(to_dim, to_axes + suffix)
-                    yield Step("all_to_all", suffix, layout, after, received, dim, to_dim)
+            to_dim = target.dim_of(suffix[0])
+            if to_dim in (None, dim) or any(target.dim_of(axis) != to_dim for axis in suffix):
+                continue
+            assert to_dim is not None
+            to_axes = layout.dims[to_dim]
+            sizes = mesh.group_size(rest), shape[to_dim], mesh.group_size(to_axes), mesh.group_size(suffix)
+            received = busiest_transpose(shape[dim], *sizes) * _others(layout, shape, dim, to_dim)
+            after = layout.with_dim(dim, rest).with_dim(to_dim, to_axes + suffix)
+            yield Step("all_to_all", suffix, layout, after, received, dim, to_dim)
 
 
 def _slice(layout: Layout, target: Layout, movable: tuple[str, ...], shape: Shape) -> Iterator[Step]:
     for axis in _free(layout, movable):
-        for dim, axes in enumerate(layout.dims):
-            yield Step("slice", (axis,), layout, layout.with_dim(dim, (*axes, axis)), 0, dim)
+        dim = target.dim_of(axis)
+        if dim is not None:
+            yield Step("slice", (axis,), layout, layout.with_dim(dim, (*layout.dims[dim], axis)), 0, dim)
 
 
 def _mask(layout: Layout, target: Layout, movable: tuple[str, ...], shape: Shape) -> Iterator[Step]:
@@ -232,19 +234,21 @@ def _pad(layout: Layout, target: Layout, movable: tuple[str, ...], shape: Shape)
 
 
 def _exchange(layout: Layout, target: Layout, movable: tuple[str, ...], shape: Shape) -> Iterator[Step]:
-    """Along one dim, from any sequence of axes to any other that the steps above do not reach at once."""
+    """Along one dim: to the axes that stay there, in the target's order, then those that leave; or to the former alone."""
     free = _free(layout, movable)
     for dim, axes in enumerate(layout.dims):
         if not axes or any(axis not in movable for axis in axes):
             continue
-        for count in range(1, len(axes) + len(free) + 1):
-            for wanted in itertools.permutations((*axes, *free), count):
-                if wanted[: len(axes)] == axes[: len(wanted)]:
-                    continue
-                have, want = Split(shape[dim], axes), Split(shape[dim], wanted)
-                received = busiest_exchange(layout.mesh, have, want) * _others(layout, shape, dim)
-                group = tuple(axis for axis in layout.mesh.axis_names if axis in (*axes, *wanted))
-                yield Step("exchange", group, layout, layout.with_dim(dim, wanted), received, dim)
+        leaving = tuple(axis for axis in axes if axis not in target.dims[dim])
+        there = tuple(axis for axis in target.dims[dim] if axis in axes)
+        joined = tuple(axis for axis in target.dims[dim] if axis in axes or axis in free)
+        for wanted in dict.fromkeys((there, joined, there + leaving, joined + leaving)):
+            if not wanted or wanted[: len(axes)] == axes[: len(wanted)]:
+                continue  # a gather, a slice, or nothing
+            have, want = Split(shape[dim], axes), Split(shape[dim], wanted)
+            received = busiest_exchange(layout.mesh, have, want) * _others(layout, shape, dim)
+            group = tuple(axis for axis in layout.mesh.axis_names if axis in (*axes, *wanted))
+            yield Step("exchange", group, layout, layout.with_dim(dim, wanted), received, dim)
 
 
 STEPS: Final[dict[str, Callable[[Layout, Layout, tuple[str, ...], Shape], Iterator[Step]]]] = {

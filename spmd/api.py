@@ -20,9 +20,8 @@ import numpy as np
 
 from collectives.jax_compat import Tracer, trace_context, under_make_jaxpr
 from placements import Layout, Mesh, P, PlacementError, plan_steps
-from placements.layout import merge
 from placements.mesh import Coordinate
-from spmd.array import DArray, aval_in_trace, checked_layout, shards_of
+from spmd.array import DArray, aval_in_trace, shards_of
 from spmd.current import current_mesh
 from spmd.errors import ArgumentError, FallbackError, PlacementWarning, TransformationError
 from spmd.execute import Executable, Ranks
@@ -32,6 +31,7 @@ from spmd.program import Program
 from spmd.propagate import item_sizes, plan
 from spmd.signature import Signature, read_signature
 from spmd.trace import constrain, is_large, trace, tracing_mesh
+from spmd.validate import valid_layout, valid_merge
 
 Fallbacks = Literal["warn", "error", "allow"]
 Redistribution = Literal["error", "allow"]
@@ -70,7 +70,7 @@ class SpmdFunction:
         return f"<spmd.jit of {self.signature.name}>"
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
+        return self if instance is None else BoundFunction(self, instance)
 
     @property
     def mesh(self) -> Mesh | None:
@@ -179,10 +179,13 @@ class SpmdFunction:
     def _place(self, leaf: PlacedLeaf, mesh: Mesh) -> tuple[Layout, Layout]:
         """The layout in which an argument arrives, and the one it is brought to."""
         if not isinstance(leaf.value, DArray):
-            layout = self._checked(Layout.of, leaf, leaf.stated or P(), mesh, len(leaf.aval.shape))
+            ndim, dtype = len(leaf.aval.shape), leaf.aval.dtype
+            layout = self._checked(valid_layout, leaf, leaf.stated or P(), mesh, ndim, dtype)
             return layout, layout
         arrival = leaf.value.layout
-        wanted = arrival if leaf.stated is None else self._checked(merge, leaf, leaf.stated, arrival)
+        wanted = (
+            arrival if leaf.stated is None else self._checked(valid_merge, leaf, leaf.stated, arrival, leaf.aval.dtype)
+        )
         steps = plan_steps(arrival, wanted, leaf.aval.shape, item_sizes(leaf.aval))
         sent = [step.name for step in steps if step.communicates]
         if sent and self.options.redistribute == "error":
@@ -194,9 +197,9 @@ class SpmdFunction:
         return arrival, wanted
 
     def _checked(self, make: Callable[..., Layout], leaf: PlacedLeaf, placements: P, *rest: Any) -> Layout:
-        """The layout that `make` gives, valid for the leaf; errors are raised again with the leaf's path and shape."""
+        """The layout that `make` gives; errors are raised again with the leaf's path and shape."""
         try:
-            return checked_layout(make(placements, *rest), leaf.aval.dtype)
+            return make(placements, *rest)
         except PlacementError as error:
             where = f"{leaf.path} of shape {tuple(leaf.aval.shape)}"
             raise type(error)(f"{self.signature.name}: {where}, stated as {placements!r}: {error}") from error
@@ -244,7 +247,7 @@ class SpmdFunction:
         placed, _ = place_leaves(self.signature.result, skeleton, "result", what, lambda path, aval: aval)
         for leaf in placed:
             if leaf.stated is not None:
-                self._checked(Layout.of, leaf, leaf.stated, mesh, len(leaf.aval.shape))
+                self._checked(valid_layout, leaf, leaf.stated, mesh, len(leaf.aval.shape), leaf.aval.dtype)
         return [leaf.stated for leaf in placed]
 
     def _report(self, program: Program) -> None:
@@ -304,6 +307,14 @@ class SpmdFunction:
         result = self.function(*bound.args, **bound.kwargs)
         what = f"{self.signature.name}: the placements of the result"
         return _constrained(result, self.signature.result, what, "result")
+
+
+class BoundFunction(functools.partial[Any]):
+    """A decorated method of an instance."""
+
+    def lower(self, *args: Any, **kwargs: Any) -> Program:
+        """See `SpmdFunction.lower`."""
+        return self.func.lower(*self.args, *args, **kwargs)  # type: ignore[attr-defined]
 
 
 def _constrained(tree: Any, prefix: Any, what: str, name: str) -> Any:
@@ -385,6 +396,15 @@ def jit(
         raise ArgumentError(
             f'spmd.jit: fallback is "warn", "error" or "allow", redistribute is "error" or "allow"; '
             f"got {fallback!r}, {redistribute!r}."
+        )
+
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ArgumentError(f"spmd.jit: mesh is a placements.Mesh, as in Mesh(dp=2, tp=2); got {type(mesh).__name__}.")
+    if check is not None and not isinstance(check, Mapping):
+        raise ArgumentError(f"spmd.jit: check is a dict of the arguments of Program.check, not {check!r}.")
+    if function is not None and not callable(function):
+        raise ArgumentError(
+            f"spmd.jit decorates a function; got {function!r}. Options are keywords: spmd.jit(mesh=mesh)."
         )
 
     def decorate(target: Callable[..., Any]) -> SpmdFunction:

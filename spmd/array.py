@@ -18,16 +18,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from collectives.jax_compat import ShapedArray, Tracer, Var, register_array_type
+from collectives.jax_compat import ShapedArray, Tracer, Var, as_weak, register_array_type
 from collectives.simulated import identity
 from placements import InvalidPlacement, Layout, Mesh, P, PartialTypeError, Replicate
-from placements.layout import Shape, check_dtype, merge, resolve
+from placements.layout import Shape, resolve
 from placements.mesh import Coordinate
 from spmd.errors import ArgumentError, DeletedError, EagerError, NotReplicatedError, TransformationError
 from spmd.execute import Executable, Ranks
 from spmd.program import Program
 from spmd.propagate import plan
 from spmd.trace import GlobalJaxpr, lift_p, tracing_mesh
+from spmd.validate import valid_merge
 
 
 class DArray:
@@ -47,10 +48,7 @@ class DArray:
 
     def __init__(self, aval: Any, layout: Layout, shards: Ranks, stated: P | None = None) -> None:
         if any(isinstance(shard, Tracer) for shard in shards):
-            raise TransformationError(
-                "a DArray was made inside a traced function. There arrays are whole: use jnp.zeros, jnp.asarray and their "
-                "kin, and pin a placement with spmd.constrain."
-            )
+            raise TransformationError("a DArray cannot be made inside jax.jit or another JAX transformation.")
         self._aval = aval
         self._shards: Ranks | None = shards
         self._gone = ""
@@ -118,28 +116,26 @@ class DArray:
         Communication: the cheapest steps of `placements.plan_steps`. Collective. Raises `InvalidPlacement` where the
         placements do not fit, `TransformationError` inside a decorated function (use `spmd.constrain`).
         """
-        if tracing_mesh() is not None:
-            raise TransformationError(
-                f"redistribute or full of {self!r} inside a decorated function: there it is whole already. Use it as it "
-                "is, or pin a placement with spmd.constrain."
-            )
+        refuse_in_trace(f"redistribute or full of {self!r}")
         try:
-            target = checked_layout(merge(placements, self.layout), self.dtype)
+            target = valid_merge(placements, self.layout, self.dtype)
         except (InvalidPlacement, PartialTypeError) as error:
             raise type(error)(f"redistribute {self!r}: {error}") from error
+        stated = _with_kept(placements, self.placements, self.layout)
         if target == self.layout:
-            return DArray(self._aval, target, self._ranks(), placements)
+            return DArray(self._aval, target, self._ranks(), stated)
         (shards,) = _redistribution(self.layout, target, self.shape, self.dtype)([self._ranks()])
-        return DArray(self._aval, target, shards, placements)
+        return DArray(self._aval, target, shards, stated)
 
     def full(self) -> jax.Array:
         """The whole array, on every rank. Communication: a gather or reduction of what is not replicated. Collective."""
-        return self.redistribute(P())._ranks()[0]
+        return self.redistribute(P()).whole("full")
 
     def whole(self, what: str) -> jax.Array:
         """The whole array if every rank holds it; else raises `NotReplicatedError` with the remedy."""
         if self.layout.is_replicated:
-            return self._ranks()[0]
+            value = self._ranks()[0]
+            return as_weak(value) if self.weak_type else value
         raise NotReplicatedError(
             f"{what} of {self!r}: this process holds a part of it. x.full() gathers it (every rank must call it); "
             "x.shards are the parts."
@@ -172,7 +168,7 @@ class DArray:
     def __repr__(self) -> str:
         if self._shards is None:
             return f"DArray({self._kind()}, {self._gone})"
-        if self.layout.is_replicated and self.size <= 4:
+        if self.layout.is_replicated and self.size <= 4 and isinstance(self.dtype, np.dtype):
             return f"DArray({self._kind()}, {np.asarray(self._shards[0]).tolist()})"
         return f"DArray({self._kind()})"
 
@@ -203,7 +199,7 @@ class DArray:
         return self.shape[0]
 
     def __iter__(self) -> Iterator[jax.Array]:
-        return iter(self.whole("iteration"))
+        return iter(self.__jax_array__() if tracing_mesh() is not None else self.whole("iteration"))
 
     def item(self) -> Any:
         """The only element of a replicated array of one element."""
@@ -297,6 +293,22 @@ def aval_in_trace(array: DArray) -> Any:
 register_array_type(DArray, aval_in_trace)
 
 
+def refuse_in_trace(what: str) -> None:
+    """Raise `TransformationError` inside a decorated function, where arrays are whole."""
+    if tracing_mesh() is not None:
+        raise TransformationError(
+            f"{what} inside a decorated function: there arrays are whole already. Use jnp.zeros, jnp.asarray and their kin, "
+            "and pin a placement with spmd.constrain."
+        )
+
+
+def _with_kept(stated: P, current: P, layout: Layout) -> P:
+    """What was stated, with `None` replaced by what the axis does now."""
+    now = dict(current.named)
+    named = resolve(stated, layout.mesh, layout.ndim).named
+    return P(**{axis: now.get(axis, Replicate()) if placement is None else placement for axis, placement in named})
+
+
 def with_unit_axes(layout: Layout, stated: P | None) -> P:
     """The placements of a layout, with what was stated for the axes of size 1, which a layout does not keep."""
     named = dict(layout.placements.named)
@@ -305,15 +317,6 @@ def with_unit_axes(layout: Layout, stated: P | None) -> P:
             if layout.mesh.axis_size(axis) == 1 and placement is not None and placement != Replicate():
                 named[axis] = placement
     return P(**named)
-
-
-def checked_layout(layout: Layout, dtype: Any) -> Layout:
-    """The layout, if its parts are defined for a dtype; else raises `PartialTypeError`."""
-    kind = "f" if jnp.issubdtype(dtype, jnp.floating) else np.dtype(dtype).kind if isinstance(dtype, np.dtype) else "V"
-    fault = check_dtype(layout, kind, str(dtype))
-    if fault is not None:
-        raise PartialTypeError(fault)
-    return layout
 
 
 @functools.lru_cache(maxsize=1024)
@@ -343,6 +346,7 @@ def build_shards(shape: Shape, layout: Layout, make: Callable[[tuple[slice, ...]
     Of a value given as parts of a sum, product or xor coordinate 0 keeps it and the others hold the identity; for the other
     ops all keep it.
     """
+    refuse_in_trace("building a DArray")
     made: dict[Any, jax.Array] = {}
     masked: dict[Any, jax.Array] = {}
     ranks = []

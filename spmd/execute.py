@@ -85,7 +85,7 @@ def _walk(closed: Any, inputs: list[Any], memo: Memo) -> Walk:
                 memo[key] = jax_compat.bind(eqn, operands, eqn.params), operands
             results = memo[key][0]
         env.update(zip(eqn.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    return [jnp.asarray(read(atom)) for atom in jaxpr.outvars]
 
 
 class Executable:

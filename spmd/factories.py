@@ -12,25 +12,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from collectives import primitives
 from collectives.jax_compat import ShapedArray
+from collectives.simulated import is_small_float
 from placements import Layout, Mesh, P, Pieces, PlacementError, Split
 from placements.layout import Shape
 from placements.mesh import group_positions
-from spmd.array import DArray, build_shards, checked_layout, shards_of
+from spmd.array import DArray, build_shards, refuse_in_trace, shards_of
 from spmd.current import mesh_or_current
 from spmd.errors import ArgumentError
 from spmd.prefix import PlacedLeaf, place_leaves
+from spmd.validate import valid_layout
 
 
 def layout_of(what: str, placements: P, mesh: Mesh, shape: Shape, dtype: Any) -> Layout:
     """The layout of an array, or the fact of the error with the array's shape and the mesh around it."""
-    if not isinstance(placements, P):
-        raise ArgumentError(f"{what}: placements are a P, as in P(dp=Shard(0)); got {placements!r}.")
     try:
-        layout = Layout.of(placements, mesh, len(shape))
-        return layout if dtype is None else checked_layout(layout, dtype)
+        return valid_layout(placements, mesh, len(shape), dtype)
     except PlacementError as error:
         raise type(error)(f"{what} of shape {shape} on {mesh!r}: {error}") from error
 
@@ -46,6 +46,7 @@ def distribute(x: Any, placements: Any, mesh: Mesh | None = None, *, source: int
     >>> distribute(np.arange(5.0), P(dp=Shard(0)), Mesh(dp=4)).shards[(0,)].shape
     (2,)
     """
+    refuse_in_trace("spmd.distribute")
     found = mesh_or_current(mesh, "spmd.distribute")
     if source is not None and source not in found.ranks:
         raise ArgumentError(f"spmd.distribute: source={source} is no rank of {found!r}.")
@@ -101,7 +102,7 @@ def from_callback(
         return part
 
     shards = build_shards(size, layout, make)
-    checked_layout(layout, shards[0].dtype)
+    layout_of("spmd.from_callback: an array", placements, found, size, shards[0].dtype)
     return DArray(ShapedArray(size, shards[0].dtype), layout, shards, placements)
 
 
@@ -114,6 +115,7 @@ def from_local(
     chunks are an error, on all ranks alike, or moved with `exchange=True`. The data are copied. Raises `ArgumentError` where
     pieces do not fit together, or where ranks that should hold the same values do not.
     """
+    refuse_in_trace("spmd.from_local")
     found = mesh_or_current(mesh, "spmd.from_local")
     pieces = [jnp.array(piece, copy=True) for piece in _one_per_rank(x, found)]
     kinds = [f"{piece.dtype}{list(piece.shape)}" for piece in pieces]
@@ -179,14 +181,19 @@ def _to_chunks(
 def _check_replicas(pieces: list[jax.Array], layout: Layout) -> None:
     axes = tuple(axis for axis in layout.mesh.axis_names if axis not in layout.axes)
     for group in group_positions(layout.mesh, axes):
-        first = np.asarray(pieces[group[0]]).tobytes()
+        first = _bits(pieces[group[0]]) if len(group) > 1 else b""
         for position in group[1:]:
-            if np.asarray(pieces[position]).tobytes() != first:
+            if _bits(pieces[position]) != first:
                 a, b = (layout.mesh.coordinate_at(p) for p in (group[0], position))
                 raise ArgumentError(
                     f"spmd.from_local: coordinates {a} and {b} should hold the same values, as {layout} replicates over "
                     f"{', '.join(axes)}, but they differ. State Partial or Shard, or pass equal pieces."
                 )
+
+
+def _bits(array: jax.Array) -> bytes:
+    keys = jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended)
+    return np.asarray(jax.random.key_data(array) if keys else array).tobytes()
 
 
 def full(
@@ -216,18 +223,19 @@ def arange(
 ) -> DArray:
     """`jnp.arange` of Python numbers, bit for bit; only the shards are built. Communication: none."""
     found = mesh_or_current(mesh, "spmd.arange")
+    step_given = step is not None
     start, stop = (0, start) if stop is None else (start, stop)
     step = 1 if step is None else step
     if not all(isinstance(number, (int, float, np.number)) for number in (start, stop, step)) or step == 0:
         raise ArgumentError(f"spmd.arange({start!r}, {stop!r}, {step!r}): Python numbers, and a step other than 0.")
-    kind = jax.eval_shape(lambda: jnp.arange(start, stop, step, dtype)).dtype
+    kind = jax.eval_shape(lambda: jnp.arange(start, stop, step if step_given else None, dtype)).dtype
     count = max(0, math.ceil((stop - start) / step))
     layout = layout_of("spmd.arange: an array", placements, found, (count,), kind)
-    first, second = (np.asarray(value).astype(kind) for value in (start, start + step))
+    wide = jnp.dtype("float32") if step_given and is_small_float(kind) else kind
 
     def make(index: tuple[slice, ...]) -> jax.Array:
-        at = np.arange(index[0].start, index[0].stop)
-        values = first + at.astype(kind) * (second - first)
-        return jnp.array(np.where(at == 1, second, values).astype(kind), copy=True)
+        at = jnp.asarray(np.arange(index[0].start, index[0].stop).astype(wide))
+        steps = lax.mul(jnp.asarray(step, wide), at) if step_given else at
+        return lax.add(jnp.asarray(start, wide), steps).astype(kind)
 
     return DArray(ShapedArray((count,), kind), layout, build_shards((count,), layout, make), placements)

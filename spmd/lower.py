@@ -23,6 +23,7 @@ from placements import Layout, Mesh, Split, Step
 from placements.intervals import length
 from placements.layout import Shape
 from placements.mesh import Coordinate
+from spmd.errors import ArgumentError
 from spmd.propagate import Move, Plan, PlannedEqn
 
 
@@ -45,6 +46,10 @@ class Place:
 
     def start(self, size: int, axes: Sequence[str]) -> Any:
         """Where this rank's piece of a dim begins, traced: ceil(i*size/n) without overflow."""
+        if axes and size > np.iinfo(np.int32).max:
+            raise ArgumentError(
+                f"a dim of {size} over {', '.join(axes)}: offsets are int32, so sharded dims end at 2**31 - 1."
+            )
         n = self.mesh.group_size(axes)
         quotient, rest = divmod(size, n)
         i = self.flat_index(axes)

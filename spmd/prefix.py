@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from placements import P
 from spmd.errors import ArgumentError
@@ -19,7 +20,9 @@ Leaf = P | None | Callable[[str, Any], P]
 
 def is_leaf(value: Any) -> bool:
     """Whether a value is a leaf of a prefix."""
-    return value is None or isinstance(value, P) or callable(value)
+    if value is None or isinstance(value, P):
+        return True
+    return callable(value) and not isinstance(value, type) and jax.tree_util.all_leaves([value])
 
 
 def broadcast_prefix(prefix: Any, tree: Any, what: str) -> list[Leaf]:
@@ -80,10 +83,10 @@ def placements_like(tree: Any, params: Any, placements: Any) -> Any:
     """
     placed, structure = place_leaves(placements, params, "params", "placements_like", lambda path, leaf: leaf)
     stated = jax.tree.unflatten(structure, [leaf.stated or P() for leaf in placed])
-    shapes = [leaf.value.shape for leaf in placed]
+    shapes = [np.shape(leaf.value) for leaf in placed]
 
     def is_copy(node: Any) -> bool:
         found, treedef = jax.tree.flatten(node)
-        return bool(treedef == structure) and [getattr(leaf, "shape", None) for leaf in found] == shapes
+        return bool(treedef == structure) and [np.shape(leaf) for leaf in found] == shapes
 
     return jax.tree.map(lambda node: stated if is_copy(node) else P(), tree, is_leaf=is_copy)

@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import EllipsisType
+from types import EllipsisType, FunctionType
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ from placements.mesh import Coordinate
 from placements.redistribute import step_bytes, step_us
 from spmd.errors import ArgumentError, CommunicationMismatch
 from spmd.lower import local_jaxpr, shape_key, uneven_splits
-from spmd.propagate import Plan, item_sizes
+from spmd.propagate import Move, Plan, item_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,13 +235,15 @@ class Program:
         words = [self.name, repr(plan.mesh), repr(plan.machine), jax.__version__]
         words += [f"{var.aval} {layout}" for var, layout in zip(plan.jaxpr.inputs, plan.arrivals, strict=True)]
         naming = _Naming(self)
+        words += [naming.move(move) for move in plan.entry]
         for planned in plan.eqns:
-            moves = " ".join(f"{naming(m.atom)}:{m.source}>{m.target}" for m in planned.moves)
+            moves = " ".join(map(naming.move, planned.moves))
             operands = " ".join(naming(atom) for atom in planned.eqn.invars)
             params = ", ".join(f"{key}={_stable(value)}" for key, value in sorted(planned.eqn.params.items()))
             layouts = " ".join(map(str, (*planned.operands, *planned.results)))
             results = " ".join(f"{naming(var)}:{var.aval}" for var in planned.eqn.outvars)
             words.append(f"{moves}; {results} = {planned.eqn.primitive}[{params}] {operands}; {layouts}")
+        words += [naming.move(move) for move in plan.exits if move is not None]
         words += [f"{naming(atom)} {layout}" for atom, layout in zip(plan.jaxpr.outputs, plan.departures, strict=True)]
         sha = hashlib.sha256("\n".join(words).encode())
         for var, value in plan.jaxpr.constants:
@@ -304,8 +306,10 @@ def _raw_bytes(value: Any) -> bytes:
 
 def _stable(value: Any) -> str:
     """A parameter as text that is the same in every process: addresses cut out."""
-    name = getattr(value, "__qualname__", None)
-    return re.sub(r" at 0x[0-9a-f]+", "", str(name if callable(value) and name else value))
+    if isinstance(value, FunctionType):
+        code = value.__code__
+        return f"{value.__module__}.{value.__qualname__} {code.co_code.hex()} {_stable(code.co_consts)} {code.co_names}"
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 class _Naming:
@@ -322,6 +326,11 @@ class _Naming:
         if id(atom) not in self.names:
             self.names[id(atom)] = self.fresh()
         return self.names[id(atom)]
+
+    def move(self, move: Move) -> str:
+        """A move with its steps."""
+        steps = " ".join(f"{step.name}{step.axes}>{step.target}" for step in move.steps)
+        return f"{self(move.atom)}:{move.source}:{steps}"
 
     def fresh(self) -> str:
         while True:

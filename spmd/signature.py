@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import jax
 
@@ -194,10 +195,20 @@ def _placements_in(annotation: Any) -> Any:
         return found[0] if found else _placements_in(get_args(annotation)[0])
     if _is_placement_tree(annotation):
         return annotation
-    if get_origin(annotation) is tuple and get_args(annotation):
-        parts = tuple(_placements_in(part) for part in get_args(annotation))
-        return parts if any(part is not None for part in parts) else None
-    return None
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    parts = [None if part is Ellipsis else _placements_in(part) for part in arguments]
+    if not any(part is not None for part in parts):
+        return None
+    if origin is tuple and Ellipsis not in arguments:
+        return tuple(parts)
+    if origin in (tuple, list, dict, Sequence, Mapping, Union, UnionType):
+        stated = [part for part in parts if part is not None]  # of X | None, dict[str, X], tuple[X, ...]: that of X
+        if len(stated) == 1:
+            return stated[0]
+    raise AnnotationError(
+        f"{annotation!r}: a placement inside this type says nothing about an argument. State it for the whole argument: "
+        "Annotated[..., P(...)], or with a pytree of placements."
+    )
 
 
 def _is_placement_tree(value: Any) -> bool:

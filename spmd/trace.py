@@ -5,21 +5,21 @@ result needs is dropped. Invariants of a `GlobalJaxpr`: each variable is bound o
 equation is one of `INLINED`; every equation is needed, or has an effect. Closed-over DArrays and large constants have
 become hidden inputs, after those of the arguments.
 
-Two primitives exist for tracing alone: `lift` turns a closed-over DArray into a tracer and vanishes here, `constrain` and
-`place_like` carry placements to the planner.
+Three primitives exist for tracing alone: `lift` turns a closed-over DArray into a tracer and vanishes here, `constrain` and
+`place_like` carry placements to the planner. Inside the body of a loop that runs by the fallback they do nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
 import jax
+import numpy as np
 
 from collectives.jax_compat import (
     INLINED,
@@ -27,51 +27,48 @@ from collectives.jax_compat import (
     Atom,
     JaxprEqn,
     Literal,
-    Primitive,
     Source,
+    Tracer,
     Var,
     ad,
     as_closed,
     batching,
+    identity_primitive,
     new_equation,
     primitive,
     source_of,
 )
 from placements import Mesh, P, Shard
-from placements.layout import Layout, resolve
+from placements.layout import resolve
 from spmd.errors import TransformationError
+from spmd.validate import valid_layout
 
 LARGE_CONSTANT: Final = 1_000_000
 """Closed-over constants above so many bytes become hidden inputs: else they would sit in every executable and digest."""
 
-_MESH: ContextVar[Mesh | None] = ContextVar("spmd_tracing_mesh", default=None)
+_MESH: Final = jax.make_user_context(None)
+"""The mesh of the trace under way. Part of the keys of JAX's own caches: a function under `jax.jit` that was traced for one
+mesh, or outside, is traced anew for another."""
 
 
 def tracing_mesh() -> Mesh | None:
     """The mesh of the trace that is under way in this thread, or None outside one."""
-    return _MESH.get()
+    return _MESH.value
 
 
-@contextlib.contextmanager
-def tracing(mesh: Mesh) -> Iterator[None]:
+def tracing(mesh: Mesh) -> contextlib.AbstractContextManager[None]:
     """Mark that what is traced inside is traced for `mesh`."""
-    token = _MESH.set(mesh)
-    try:
-        yield
-    finally:
-        _MESH.reset(token)
+    return _MESH(mesh)
 
 
-lift_p = Primitive("lift")
-lift_p.def_abstract_eval(lambda aval: aval)
+lift_p = identity_primitive("lift")
+"""A closed-over DArray, as a tracer."""
 
-constrain_p = Primitive("constrain")
-constrain_p.def_abstract_eval(lambda aval, **_: aval)
-"""Identity; its result is placed as `placements` says. `pinned=False` marks a preference; `free_dims` are batch dims."""
+constrain_p = identity_primitive("constrain")
+"""Its result is placed as `placements` says. `pinned=False` marks a preference; `free_dims` are batch dims."""
 
-place_like_p = Primitive("place_like")
-place_like_p.def_abstract_eval(lambda aval, like: aval)
-"""Identity on the first operand, placed as the second is."""
+place_like_p = identity_primitive("place_like")
+"""Its first operand, placed as the second is."""
 
 
 def _constrain_transpose(cotangent: Any, operand: Any, **params: Any) -> list[Any]:
@@ -221,8 +218,18 @@ class _Flattening:
         if id(value) not in self.of_constant:
             var = Var(aval)
             self.of_constant[id(value)] = var
-            (self.hidden if self.is_hidden(value) else self.constants).append((var, value))
+            (self.hidden if self.is_hidden(value) else self.constants).append((var, _owned(value)))
         return self.of_constant[id(value)]
+
+
+def _owned(value: Any) -> Any:
+    """A closed-over value that no later write changes: numpy memory is copied. Raises for an outer trace's tracer."""
+    if isinstance(value, Tracer):
+        raise TransformationError(
+            f"a function decorated with spmd.jit closes over {value}, a value of a JAX transformation from outside: it would "
+            "run unpartitioned on every rank. Use spmd.grad and its kin, or put the transformation inside the function."
+        )
+    return np.array(value) if isinstance(value, np.ndarray) else value
 
 
 def constrain(x: Any, placements: P) -> Any:
@@ -240,7 +247,7 @@ def constrain(x: Any, placements: P) -> Any:
             "Outside one, move a DArray with x.redistribute(P(...))."
         )
     aval = jax.typeof(x)
-    Layout.of(placements, mesh, aval.ndim)
+    valid_layout(placements, mesh, aval.ndim, aval.dtype)
     return constrain_p.bind(x, placements=resolve(placements, mesh, aval.ndim), pinned=True, free_dims=())
 
 

@@ -228,4 +228,4 @@ def test_impossible_pairs_are_refused() -> None:
         plan_steps(Layout.replicated(one, 1), Layout.of(P(a=Shard(0)), one, 1), (4, 4), SIZES)
     source, target = (Layout.of(P(a=Partial(op)), one, 1) for op in ("sum", "max"))
     names = [step.name for step in plan_steps(source, target, (4,), SIZES)]
-    assert names == ["reduce_scatter", "pad"]
+    assert names == ["all_reduce", "mask"]

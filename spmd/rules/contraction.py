@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from collectives.jax_compat import JaxprEqn
 from spmd.factors import Passes, Rule
-from spmd.rules.elementwise import linear_ops
+from spmd.rules.elementwise import linear_ops, widens
 
 
 def _dot_general(eqn: JaxprEqn) -> Rule | None:
@@ -44,8 +44,7 @@ def _passes(eqn: JaxprEqn, left: Any, right: Any) -> tuple[Passes, ...]:
     """Multilinear, unless the product of integers is wider than they are, or that of floats narrower."""
     dtype = eqn.outvars[0].aval.dtype
     exact = left == right == dtype
-    widening = jnp.issubdtype(dtype, jnp.inexact) and all(jnp.promote_types(d, dtype) == dtype for d in (left, right))
-    if not exact and not widening:
+    if not exact and not (widens(left, dtype) and widens(right, dtype)):
         return ()
     return tuple(Passes(linear_ops(dtype), (index,)) for index in (0, 1))
 

@@ -67,15 +67,21 @@ def _same_op(op: str) -> PassesOf:
     return lambda eqn: (Passes((op,), (0, 1)),)
 
 
+def widens(source: Any, target: Any) -> bool:
+    """Whether every value of an inexact dtype is one of another of its kind."""
+    kinds = (jnp.floating, jnp.complexfloating)
+    if not any(jnp.issubdtype(source, kind) and jnp.issubdtype(target, kind) for kind in kinds):
+        return False
+    a, b = jnp.finfo(source), jnp.finfo(target)
+    return bool(a.nmant <= b.nmant and a.maxexp <= b.maxexp and a.minexp >= b.minexp)
+
+
 def _cast(eqn: JaxprEqn) -> tuple[Passes, ...]:
     """From an inexact type to an equal or wider one of its kind; before any other cast parts are reduced."""
     source, target = eqn.invars[0].aval.dtype, _dtype(eqn)
     if source == target:
         return _identity(eqn)
-    same_kind = any(
-        jnp.issubdtype(source, kind) and jnp.issubdtype(target, kind) for kind in (jnp.floating, jnp.complexfloating)
-    )
-    if same_kind and jnp.promote_types(source, target) == target:
+    if widens(source, target):
         return (Passes(("sum", "mean", "prod", "max", "min"), (0,), movement=True),)
     return ()
 
