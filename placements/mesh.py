@@ -42,11 +42,13 @@ class Mesh:
         self,
         axes: Mapping[str, int] | None = None,
         /,
-        *,
+        *more: object,
         ranks: Sequence[int] | None = None,
         backend: str | None = None,
         **named: int,
     ) -> None:
+        if more or not (axes is None or isinstance(axes, Mapping)):
+            raise MeshError("Mesh(...): axes have names, as in Mesh(dp=2, tp=2) or Mesh({'dp': 2, 'tp': 2}).")
         if axes is not None and named:
             raise MeshError("Mesh(...): give the axes as a mapping or as keywords, not both.")
         pairs = tuple((axes if axes is not None else named).items())

@@ -22,7 +22,7 @@ from collectives.jax_compat import Tracer, trace_context, under_make_jaxpr
 from placements import Layout, Mesh, P, PlacementError, plan_steps
 from placements.mesh import Coordinate
 from spmd.array import DArray, aval_in_trace, shards_of
-from spmd.current import current_mesh
+from spmd.current import current_mesh, kind_name
 from spmd.errors import ArgumentError, FallbackError, PlacementWarning, TransformationError
 from spmd.execute import Executable, Ranks
 from spmd.lower import as_struct
@@ -217,6 +217,9 @@ class SpmdFunction:
             trees.append(treedef)
             return found
 
+        if hasattr(self.function, "__code__"):  # JAX's messages then name the user's function and file
+            functools.update_wrapper(flat, self.function)
+
         def is_hidden(value: Any) -> bool:
             return isinstance(value, DArray) or is_large(value)
 
@@ -399,7 +402,7 @@ def jit(
         )
 
     if mesh is not None and not isinstance(mesh, Mesh):
-        raise ArgumentError(f"spmd.jit: mesh is a placements.Mesh, as in Mesh(dp=2, tp=2); got {type(mesh).__name__}.")
+        raise ArgumentError(f"spmd.jit: mesh is a placements.Mesh, as in Mesh(dp=2, tp=2); got a {kind_name(mesh)}.")
     if check is not None and not isinstance(check, Mapping):
         raise ArgumentError(f"spmd.jit: check is a dict of the arguments of Program.check, not {check!r}.")
     if function is not None and not callable(function):

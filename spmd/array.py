@@ -48,7 +48,10 @@ class DArray:
 
     def __init__(self, aval: Any, layout: Layout, shards: Ranks, stated: P | None = None) -> None:
         if any(isinstance(shard, Tracer) for shard in shards):
-            raise TransformationError("a DArray cannot be made inside jax.jit or another JAX transformation.")
+            raise TransformationError(
+                "a DArray cannot be made inside jax.jit, a lax loop or another JAX transformation from outside: put the "
+                "loop or the transformation inside the decorated function."
+            )
         self._aval = aval
         self._shards: Ranks | None = shards
         self._gone = ""
@@ -204,6 +207,10 @@ class DArray:
     def item(self) -> Any:
         """The only element of a replicated array of one element."""
         return self.whole("item").item()
+
+    def tolist(self) -> Any:
+        """A replicated array as nested lists."""
+        return self.whole("tolist").tolist()
 
     @property
     def aval(self) -> Any:

@@ -42,7 +42,13 @@ def mesh_or_current(mesh: Mesh | None, what: str) -> Mesh:
     return checked
 
 
+def kind_name(value: object) -> str:
+    """The full name of a value's type: `jax.sharding` has a Mesh of its own."""
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
 def _checked(mesh: Mesh | None) -> Mesh | None:
     if mesh is not None and not isinstance(mesh, Mesh):
-        raise ArgumentError(f"a mesh is a placements.Mesh, as in Mesh(dp=2, tp=2); got {type(mesh).__name__}.")
+        raise ArgumentError(f"a mesh is a placements.Mesh, as in Mesh(dp=2, tp=2); got a {kind_name(mesh)}.")
     return mesh

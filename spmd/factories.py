@@ -47,6 +47,8 @@ def distribute(x: Any, placements: Any, mesh: Mesh | None = None, *, source: int
     (2,)
     """
     refuse_in_trace("spmd.distribute")
+    if isinstance(placements, Mesh):
+        raise ArgumentError("spmd.distribute(x, placements, mesh): the placements come first, as in P(dp=Shard(0)).")
     found = mesh_or_current(mesh, "spmd.distribute")
     if source is not None and source not in found.ranks:
         raise ArgumentError(f"spmd.distribute: source={source} is no rank of {found!r}.")
@@ -200,22 +202,26 @@ def full(
     shape: Sequence[int] | int, value: Any, placements: P = P(), mesh: Mesh | None = None, dtype: Any = None
 ) -> DArray:  # fmt: skip
     """An array of one value; only the shards are built. Communication: none."""
-    found = mesh_or_current(mesh, "spmd.full")
+    return _filled("spmd.full", shape, value, placements, mesh, dtype)
+
+
+def _filled(what: str, shape: Any, value: Any, placements: P, mesh: Mesh | None, dtype: Any) -> DArray:
+    found = mesh_or_current(mesh, what)
     size = (shape,) if isinstance(shape, int) else tuple(shape)
     kind = jax.typeof(jnp.full((), value, dtype))
-    layout = layout_of("spmd.full: an array", placements, found, size, kind.dtype)
+    layout = layout_of(f"{what}: an array", placements, found, size, kind.dtype)
     shards = build_shards(size, layout, lambda index: jnp.full([s.stop - s.start for s in index], value, kind.dtype))
     return DArray(ShapedArray(size, kind.dtype, weak_type=kind.weak_type), layout, shards, placements)
 
 
 def zeros(shape: Sequence[int] | int, placements: P = P(), mesh: Mesh | None = None, dtype: Any = None) -> DArray:
     """An array of zeros; only the shards are built. `dtype` defaults to JAX's default float. Communication: none."""
-    return full(shape, 0, placements, mesh, jnp.zeros((), dtype).dtype)
+    return _filled("spmd.zeros", shape, 0, placements, mesh, jnp.zeros((), dtype).dtype)
 
 
 def ones(shape: Sequence[int] | int, placements: P = P(), mesh: Mesh | None = None, dtype: Any = None) -> DArray:
     """An array of ones; only the shards are built. `dtype` defaults to JAX's default float. Communication: none."""
-    return full(shape, 1, placements, mesh, jnp.zeros((), dtype).dtype)
+    return _filled("spmd.ones", shape, 1, placements, mesh, jnp.zeros((), dtype).dtype)
 
 
 def arange(

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from placements import P
+from placements import P, Partial, Replicate, Shard
 from spmd.errors import ArgumentError
 
 Leaf = P | None | Callable[[str, Any], P]
@@ -25,14 +25,23 @@ def is_leaf(value: Any) -> bool:
     return callable(value) and not isinstance(value, type) and jax.tree_util.all_leaves([value])
 
 
+def describe(value: Any) -> str:
+    """Why a value is no placement, with the translation where it is JAX's, or the placement of one axis."""
+    if isinstance(value, jax.sharding.PartitionSpec):
+        return (
+            f"{value!r} is a JAX PartitionSpec, here {P.from_spec(value)!r} (P.from_spec translates; S(d) is Shard(d))"
+        )
+    if isinstance(value, (Shard, Replicate, Partial)):
+        return f"{value!r} is the placement of one axis; name the axis, as in P(dp={value!r})"
+    return f"{value!r} is no placement"
+
+
 def broadcast_prefix(prefix: Any, tree: Any, what: str) -> list[Leaf]:
     """One leaf of the prefix for every leaf of the tree. Raises `ArgumentError`, showing both, where it is no prefix."""
     leaves = jax.tree.leaves(prefix, is_leaf=is_leaf)
     for leaf in leaves:
         if not is_leaf(leaf):
-            raise ArgumentError(
-                f"{what}: {leaf!r} is no placement; a leaf is a P, None, or a function (path, aval) -> P."
-            )
+            raise ArgumentError(f"{what}: {describe(leaf)}; a leaf is a P, None, or a function (path, aval) -> P.")
     if is_leaf(prefix):
         return [prefix] * len(jax.tree.leaves(tree))
     found: list[Leaf] = []

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import keyword
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import EllipsisType, FunctionType
-from typing import Any
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -28,7 +29,7 @@ from placements.mesh import Coordinate
 from placements.redistribute import step_bytes, step_us
 from spmd.errors import ArgumentError, CommunicationMismatch
 from spmd.lower import local_jaxpr, shape_key, uneven_splits
-from spmd.propagate import Move, Plan, item_sizes
+from spmd.propagate import Move, Plan, PlannedEqn, item_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +152,10 @@ class Program:
 
     @functools.cached_property
     def fallbacks(self) -> tuple[Fallback, ...]:
-        """The equations without a rule, in order."""
+        """The equations without a rule whose operands had to be replicated, in order."""
         found = []
         for planned in self.plan.eqns:
-            if planned.is_fallback:
+            if planned.is_fallback and planned.moves:
                 moved = sum(
                     step_bytes(step, item_sizes(move.atom.aval)) for move in planned.moves for step in move.steps
                 )
@@ -313,19 +314,36 @@ def _stable(value: Any) -> str:
 
 
 class _Naming:
-    """Names for values, in the order in which they are first asked for: a, b, ..., z, aa, ab, ..."""
+    """Names for values: those of the inputs, then a, b, ..., z, aa, ab, ... in the order in which they are asked for.
+
+    Axis names and keywords are left out. In a text, a value that moved has a name for each layout.
+    """
 
     def __init__(self, program: Program) -> None:
-        self.names = {id(var): name for var, name in zip(program.plan.jaxpr.inputs, program.names, strict=False)}
-        self.taken = set(self.names.values())
+        pairs = zip(program.plan.jaxpr.inputs, program.names, strict=False)
+        self.names: dict[Any, str] = {id(var): name for var, name in pairs}
+        self.taken = {*self.names.values(), *program.mesh.axis_names, *keyword.kwlist}
         self.count = 0
 
     def __call__(self, atom: Any) -> str:
         if isinstance(atom, Literal):
-            return str(atom.val)
+            return str(np.asarray(atom.val).tolist())
         if id(atom) not in self.names:
             self.names[id(atom)] = self.fresh()
         return self.names[id(atom)]
+
+    def placed(self, atom: Any, layout: Layout) -> str:
+        """The name of a value in a layout: that of the move that brought it there, else its own."""
+        return self.names.get((id(atom), layout)) or self(atom)
+
+    def moved(self, atom: Any, layout: Layout) -> str:
+        """A new name for a value in a layout."""
+        self.names[id(atom), layout] = name = self.fresh()
+        return name
+
+    def same(self, atom: Any, other: Any, layout: Layout) -> None:
+        """Let a value have the name of another."""
+        self.names[id(atom)] = self.placed(other, layout)
 
     def move(self, move: Move) -> str:
         """A move with its steps."""
@@ -343,61 +361,74 @@ class _Naming:
                 return word
 
 
-SHOWN = ("axes", "permutation", "new_dtype", "dimension", "dimensions", "y")
+SHOWN: Final = (
+    "axes", "axis", "dimension", "dimensions", "permutation", "new_dtype", "y",
+    "start_indices", "limit_indices", "strides", "padding_config", "reverse",
+)  # fmt: skip
 """The parameters that the text shows; the others follow from the shapes."""
+
+Row = tuple[str, str, str]
+"""One line of the text: what is computed, its local type and placements, a note."""
 
 
 def _lines(program: Program) -> Iterator[str]:
-    """The text: arguments, equations with the collectives before them, results, and the sum."""
+    """The text: arguments, equations with the moves before them, results, and the sum."""
     plan, naming = program.plan, _Naming(program)
-    yield f"{program.name} on {plan.mesh!r}, shapes at {program.at}{_class_note(program)}"
-    rows: list[tuple[str, str, str]] = []
-    current: dict[int, str] = {}
+    rows = [*_input_rows(program, naming)]
+    sources = {id(move): source for move, source in plan.moves()}
 
-    def name_of(atom: Any) -> str:
-        return current.get(id(atom)) or naming(atom)
+    def moves(items: Iterable[Move]) -> Iterator[Row]:
+        for move in items:
+            yield from _move_rows(program, naming, move, sources[id(move)])
 
-    def moves(items: Iterator[tuple[Any, Source | None]]) -> None:
-        for move, source in items:
-            for step in move.steps:
-                operand = name_of(move.atom)
-                result = naming.fresh()
-                sizes = item_sizes(move.atom.aval)
-                where = f"; {source.offset}" if source is not None and source.function else ""
-                sent = f"  # {step_bytes(step, sizes)} bytes: {move.reason}{where}" if step.communicates else ""
-                detail = ", ".join((*step.axes, *((step.op,) if step.op else ())))
-                rows.append(
-                    (f"{result} = {step.name}[{detail}] {operand}", _typed(program, move.atom.aval, step.target), sent)
-                )
-                current[id(move.atom)] = result
-
-    for index, (var, layout) in enumerate(zip(plan.jaxpr.inputs, plan.arrivals, strict=True)):
-        name = naming(var)
-        hidden = index >= len(plan.jaxpr.inputs) - len(plan.jaxpr.hidden)
-        rows.append((f"{'closed over' if hidden else 'argument'} {name}", _typed(program, var.aval, layout), ""))
-    moves((move, None) for move in plan.entry)
+    rows += moves(plan.entry)
     for planned in plan.eqns:
-        source = plan.jaxpr.source(planned.eqn) if planned.moves or planned.is_fallback else None
-        moves((move, source) for move in planned.moves)
+        rows += moves(planned.moves)
         if planned.rule is None and not planned.is_fallback:
-            current[id(planned.eqn.outvars[0])] = name_of(planned.eqn.invars[0])
-            continue
-        operands = " ".join(name_of(atom) for atom in planned.eqn.invars)
-        results = " ".join(naming(var) for var in planned.eqn.outvars)
-        shown = ", ".join(
-            f"{key}={planned.eqn.params[key]}" for key in SHOWN if planned.eqn.params.get(key) is not None
-        )
-        text = f"{results} = {planned.eqn.primitive}{f'[{shown}]' if shown else ''} {operands}"
-        types = ", ".join(
-            _typed(program, v.aval, layout) for v, layout in zip(planned.eqn.outvars, planned.results, strict=True)
-        )
-        offset = source.offset if source is not None else ""
-        rows.append((text.rstrip(), types, f"  # fallback: no rule; {offset}" if planned.is_fallback else ""))
-    moves((move, source) for move, source in plan.moves() if any(move is exit for exit in plan.exits))
+            naming.same(planned.eqn.outvars[0], planned.eqn.invars[0], planned.operands[0])
+        else:
+            rows.append(_equation_row(program, naming, planned))
+    rows += moves(move for move in plan.exits if move is not None)
     width = min(max((len(left) for left, _, _ in rows), default=0), 60)
+    results = [naming.placed(a, layout) for a, layout in zip(plan.jaxpr.outputs, plan.departures, strict=True)]
+    yield f"{program.name} on {plan.mesh!r}, shapes at {program.at}{_class_note(program)}"
     yield from (f"  {left:<{width}}  {types}{note}" for left, types, note in rows)
-    yield f"  return {', '.join(name_of(atom) for atom in plan.jaxpr.outputs)}"
+    yield f"  return {', '.join(results)}"
     yield _sum(program)
+
+
+def _input_rows(program: Program, naming: _Naming) -> Iterator[Row]:
+    inputs, hidden = program.plan.jaxpr.inputs, len(program.plan.jaxpr.hidden)
+    for index, (var, layout) in enumerate(zip(inputs, program.plan.arrivals, strict=True)):
+        kind = "closed over" if index >= len(inputs) - hidden else "argument"
+        yield f"{kind} {naming(var)}", _typed(program, var.aval, layout), ""
+    for var, _ in program.plan.jaxpr.constants:
+        layout = Layout.replicated(program.mesh, len(var.aval.shape))
+        yield f"constant {naming(var)}", _typed(program, var.aval, layout), ""
+
+
+def _move_rows(program: Program, naming: _Naming, move: Move, source: Source | None) -> Iterator[Row]:
+    sizes = item_sizes(move.atom.aval)
+    for step in move.steps:
+        operand = naming.placed(move.atom, step.source)
+        detail = ", ".join((*step.axes, *((step.op,) if step.op else ())))
+        name = step.name if step.communicates else f"local_{step.name}"
+        where = f"; {source.offset}" if source is not None and source.function else ""
+        note = f"  # {step_bytes(step, sizes)} bytes: {move.reason}{where}" if step.communicates else ""
+        result = naming.moved(move.atom, step.target)
+        yield f"{result} = {name}[{detail}] {operand}", _typed(program, move.atom.aval, step.target), note
+
+
+def _equation_row(program: Program, naming: _Naming, planned: PlannedEqn) -> Row:
+    eqn = planned.eqn
+    operands = " ".join(naming.placed(a, layout) for a, layout in zip(eqn.invars, planned.operands, strict=True))
+    results = " ".join(naming(var) for var in eqn.outvars)
+    shown = {key: eqn.params[key] for key in SHOWN if eqn.params.get(key) is not None and eqn.params[key] is not False}
+    params = ", ".join(f"{key}={value}" for key, value in shown.items())
+    types = [_typed(program, v.aval, layout) for v, layout in zip(eqn.outvars, planned.results, strict=True)]
+    text = f"{results} = {eqn.primitive}{f'[{params}]' if params else ''} {operands}".rstrip()
+    note = f"  # no rule: replicated; {program.plan.jaxpr.source(eqn).offset}" if planned.is_fallback else ""
+    return text, ", ".join(types), note
 
 
 def _typed(program: Program, aval: Any, layout: Layout) -> str:

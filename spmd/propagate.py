@@ -266,10 +266,13 @@ class _Planner:
                 yield assignment.let_pass(axis, op, passes)
 
     def passing(self, passes: Passes, versions: list[Versions], axis: str) -> str | None:
-        """The op of the parts along `axis` that may pass: all the operands named have them, and it is data movement."""
+        """The op of the parts along `axis` that may pass, or None.
+
+        It is data movement, and all the operands named are parts that no other use has reduced already.
+        """
         if not passes.movement:
             return None
-        ops = {layout.op_of(axis) for index in passes.operands for layout in versions[index].made[:1]}
+        ops = {layout.op_of(axis) for index in passes.operands for layout in versions[index].made}
         return ops.pop() if len(ops) == 1 and ops <= set(passes.ops) else None
 
     def rate(

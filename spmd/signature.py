@@ -15,7 +15,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import jax
 
-from placements import P
+from placements import P, Partial, Replicate, Shard
 from spmd.errors import AnnotationError, ArgumentError
 from spmd.prefix import is_leaf
 
@@ -190,6 +190,12 @@ def _placements_in(annotation: Any) -> Any:
     """The P, or pytree of P, in an annotation; None where it holds none."""
     if get_origin(annotation) is Annotated:
         found = [extra for extra in get_args(annotation)[1:] if _is_placement_tree(extra)]
+        for extra in get_args(annotation)[1:]:
+            if isinstance(extra, (Shard, Replicate, Partial, jax.sharding.PartitionSpec, jax.sharding.Sharding)):
+                raise AnnotationError(
+                    f"{annotation!r}: {extra!r} is no placement of an array. Placements are by mesh axis, as in "
+                    "P(dp=Shard(0)) with `from placements import P`; P.from_spec translates a PartitionSpec."
+                )
         if len(found) > 1:
             raise AnnotationError(f"{annotation!r} states several placements: {found!r}. Keep one.")
         return found[0] if found else _placements_in(get_args(annotation)[0])

@@ -1,9 +1,9 @@
 """From a function on whole arrays to one flat global jaxpr.
 
-JAX traces; then every call whose body is planned in place (jit, custom_jvp, custom_vjp, remat, ...) is inlined and what no
-result needs is dropped. Invariants of a `GlobalJaxpr`: each variable is bound once, by an input, a constant or an equation; no
-equation is one of `INLINED`; every equation is needed, or has an effect. Closed-over DArrays and large constants have
-become hidden inputs, after those of the arguments.
+JAX traces; then every call whose body is planned in place (jit, custom_jvp, custom_vjp, remat, ...) is inlined, equal
+equations are merged, and what no result needs is dropped. Invariants of a `GlobalJaxpr`: each variable is bound once, by an
+input, a constant or an equation; no equation is one of `INLINED`; every equation is needed, or has an effect. Closed-over
+DArrays and large constants have become hidden inputs, after those of the arguments.
 
 Three primitives exist for tracing alone: `lift` turns a closed-over DArray into a tracer and vanishes here, `constrain` and
 `place_like` carry placements to the planner. Inside the body of a loop that runs by the fallback they do nothing.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
@@ -38,7 +38,7 @@ from collectives.jax_compat import (
     primitive,
     source_of,
 )
-from placements import Mesh, P, Shard
+from placements import Mesh, P, PlacementError, Shard
 from placements.layout import resolve
 from spmd.errors import TransformationError
 from spmd.validate import valid_layout
@@ -167,6 +167,7 @@ class _Flattening:
         self.hidden: list[tuple[Var, Any]] = []
         self.of_constant: dict[int, Var] = {}
         self.callers: dict[Var, tuple[JaxprEqn, ...]] = {}
+        self.seen: dict[Hashable, list[Atom]] = {}
 
     def inline(self, jaxpr: Any, arguments: list[Atom], callers: tuple[JaxprEqn, ...] = ()) -> list[Atom]:
         """Append the body of a jaxpr, and return its outputs."""
@@ -186,9 +187,14 @@ class _Flattening:
                 body = eqn.params[INLINED[eqn.primitive.name]]
                 results = self.inline(body, self.guard(eqn, operands), (eqn, *callers))
             else:
-                results = [Var(var.aval) for var in eqn.outvars]
-                self.emit(eqn, operands, results)
-                self.callers.update(dict.fromkeys(results[:1], callers) if callers else {})
+                key = self.key(eqn, operands)
+                found = None if key is None else self.seen.get(key)
+                results = [Var(var.aval) for var in eqn.outvars] if found is None else found
+                if found is None:
+                    self.emit(eqn, operands, results)
+                    self.callers.update(dict.fromkeys(results[:1], callers) if callers else {})
+                if key is not None:
+                    self.seen[key] = results
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in opened.outvars]
 
@@ -199,6 +205,21 @@ class _Flattening:
                 self.eqns.append(new_equation(eqn, eqn.primitive, [operand], [result]))
         else:
             self.eqns.append(eqn.replace(invars=operands, outvars=results))
+
+    def key(self, eqn: JaxprEqn, operands: list[Atom]) -> Hashable:
+        """What equal equations have in common; None where an equation stays by itself.
+
+        JAX leaves equal equations to XLA, which merges computations but would not merge their collectives.
+        """
+        if eqn.effects or eqn.primitive.name == "optimization_barrier" or not eqn.outvars:
+            return None
+        atoms = tuple((str(a.aval), repr(a.val)) if isinstance(a, Literal) else id(a) for a in operands)
+        key = (eqn.primitive, atoms, tuple(eqn.params.items()), str([var.aval for var in eqn.outvars]))
+        try:
+            hash(key)
+        except TypeError:  # a parameter that is not hashable
+            return None
+        return key
 
     def guard(self, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
         """The operands of an inlined body. Those of a rematerialised one go behind an optimization barrier, as in JAX's own
@@ -247,7 +268,10 @@ def constrain(x: Any, placements: P) -> Any:
             "Outside one, move a DArray with x.redistribute(P(...))."
         )
     aval = jax.typeof(x)
-    valid_layout(placements, mesh, aval.ndim, aval.dtype)
+    try:
+        valid_layout(placements, mesh, aval.ndim, aval.dtype)
+    except PlacementError as error:
+        raise type(error)(f"spmd.constrain of an array of shape {aval.shape} on {mesh!r}: {error}") from error
     return constrain_p.bind(x, placements=resolve(placements, mesh, aval.ndim), pinned=True, free_dims=())
 
 

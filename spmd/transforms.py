@@ -17,6 +17,7 @@ import jax
 
 from placements import Mesh
 from spmd.api import SpmdFunction, jit
+from spmd.program import Program
 from spmd.trace import place_like_p, tracing_mesh
 
 
@@ -31,20 +32,27 @@ def place_like(cotangents: Any, primals: Any) -> Any:
     return jax.tree.map(place, cotangents, primals)
 
 
-def _everywhere(function: Callable[..., Any], inside: Callable[..., Any]) -> Callable[..., Any]:
-    """`inside` as it is within a trace, and under `spmd.jit` outside one. `function` is what the user transforms."""
-    # The wrapper shows the signature of what it transforms, so that messages name its parameters; its placements become
-    # constraints when it is inlined.
-    shown = functools.wraps(function)(lambda *args, **kwargs: inside(*args, **kwargs))
-    shown.__signature__ = _unannotated(function)  # type: ignore[attr-defined]
-    statics = tuple(function.signature.statics) if isinstance(function, SpmdFunction) else ()
-    decorated = jit(shown, mesh=_mesh_of(function), static_argnames=statics)
+class Transformed:
+    """A transformed function: itself inside a decorated function, outside one a program of its own."""
 
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (inside if tracing_mesh() is not None else decorated)(*args, **kwargs)
+    def __init__(self, what: str, function: Callable[..., Any], inside: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self.inside = inside
+        # What is decorated shows the signature of what is transformed, so that messages name its parameters; the placements
+        # stated there become constraints when it is inlined.
+        shown = functools.wraps(function)(lambda *args, **kwargs: inside(*args, **kwargs))
+        shown.__name__ = f"{what}({getattr(function, '__name__', 'function')})"
+        shown.__signature__ = _unannotated(function)  # type: ignore[attr-defined]
+        statics = tuple(function.signature.statics) if isinstance(function, SpmdFunction) else ()
+        self.decorated = jit(shown, mesh=_mesh_of(function), static_argnames=statics)
 
-    return call
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Apply it to arrays or DArrays."""
+        return (self.inside if tracing_mesh() is not None else self.decorated)(*args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Program:
+        """The Program of a call from outside. See `SpmdFunction.lower`."""
+        return self.decorated.lower(*args, **kwargs)
 
 
 def _mesh_of(function: Callable[..., Any]) -> Mesh | None:
@@ -62,7 +70,7 @@ def _unannotated(function: Callable[..., Any]) -> inspect.Signature:
 
 def grad(
     fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, allow_int: bool = False
-) -> Callable[..., Any]:
+) -> Transformed:
     """`jax.grad` for DArrays: the gradient of a scalar function, placed like the arguments. See `jax.grad`.
 
     >>> import jax.numpy as jnp
@@ -72,27 +80,31 @@ def grad(
     >>> grad(lambda x: jnp.sum(x**2))(x).placements
     P(dp=S(0))
     """
-    both = value_and_grad(fun, argnums, has_aux, allow_int)
+    inside = _value_and_grad(fun, argnums, has_aux, allow_int)
 
-    @functools.wraps(fun)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        value, gradient = both(*args, **kwargs)
+    def gradient_alone(*args: Any, **kwargs: Any) -> Any:
+        value, gradient = inside(*args, **kwargs)
         return (gradient, value[1]) if has_aux else gradient
 
-    return call
+    return Transformed("grad", fun, gradient_alone)
 
 
 def value_and_grad(
     fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, allow_int: bool = False
-) -> Callable[..., Any]:
+) -> Transformed:
     """`jax.value_and_grad` for DArrays: the value, and the gradient placed like the arguments. See `jax.value_and_grad`."""
+    return Transformed("value_and_grad", fun, _value_and_grad(fun, argnums, has_aux, allow_int))
 
+
+def _value_and_grad(
+    fun: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool, allow_int: bool
+) -> Callable[..., Any]:
     def inside(*args: Any, **kwargs: Any) -> Any:
         value, gradient = jax.value_and_grad(fun, argnums, has_aux, allow_int=allow_int)(*args, **kwargs)
         primals = args[argnums] if isinstance(argnums, int) else tuple(args[number] for number in argnums)
         return value, place_like(gradient, primals)
 
-    return _everywhere(fun, inside)
+    return inside
 
 
 def jvp(fun: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
@@ -120,11 +132,9 @@ def vjp(fun: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[[Any], An
     return _once(fun, lambda *primals: fun(*primals))(*primals), lambda cotangent: pull_back(cotangent, *primals)
 
 
-def vmap(
-    fun: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0, axis_size: int | None = None
-) -> Callable[..., Any]:
+def vmap(fun: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0, axis_size: int | None = None) -> Transformed:
     """`jax.vmap` for DArrays. Placements that `fun` states shift past the batch dim, which is left free. See `jax.vmap`."""
-    return _everywhere(fun, jax.vmap(fun, in_axes, out_axes, axis_size=axis_size))
+    return Transformed("vmap", fun, jax.vmap(fun, in_axes, out_axes, axis_size=axis_size))
 
 
 def _once(function: Callable[..., Any], inside: Callable[..., Any]) -> Callable[..., Any]:

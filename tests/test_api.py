@@ -503,10 +503,14 @@ def test_fallbacks_are_named_refused_or_allowed() -> None:
     with pytest.warns(spmd.PlacementWarning, match=r"(?s)qr.*test_api|f:\d+") as caught:
         same(loud(X), f(X), MESH)
     assert len(caught) == 1
-    names = {fallback.primitive for fallback in spmd.jit(f, mesh=MESH, fallback="allow").lower(X).fallbacks}
-    assert "fft" in names
-    with pytest.raises(spmd.FallbackError, match="fft"):
-        spmd.jit(f, mesh=MESH, fallback="error")(X)
+    names = {
+        fallback.primitive
+        for fallback in spmd.jit(f, mesh=MESH, in_placements=ROWS, fallback="allow").lower(X).fallbacks
+    }
+    assert names == {"qr"}  # it replicates x, and the transform uses that
+    with pytest.raises(spmd.FallbackError, match="qr"):
+        spmd.jit(f, mesh=MESH, in_placements=ROWS, fallback="error")(X)
+    same(spmd.jit(f, mesh=MESH, fallback="error")(X), f(X), MESH)  # on replicated operands nothing falls back
 
     def printing(x: Any) -> Any:
         jax.debug.print("{}", x)

@@ -265,6 +265,37 @@ def test_instances_and_methods() -> None:
     Model().double.lower(reals(4)).check()
 
 
+def test_what_is_jaxs_is_translated() -> None:
+    """PartitionSpecs and placements of one axis, in annotations and prefixes; meshes of JAX's; never ignored."""
+    spec = jax.sharding.PartitionSpec("a")
+    for extra in (spec, Shard(0)):
+
+        def f(x: Annotated[jax.Array, extra]) -> Any:
+            return x
+
+        with pytest.raises(spmd.AnnotationError, match=r"P\(dp=Shard\(0\)\)"):
+            spmd.jit(f, mesh=M)
+    with pytest.raises(spmd.ArgumentError, match=r"is a JAX PartitionSpec, here P\(a=S\(0\)\)"):
+        spmd.jit(lambda x: x, mesh=M, in_placements=(spec,))(reals(4))
+    with pytest.raises(spmd.ArgumentError, match="is the placement of one axis; name the axis"):
+        spmd.distribute(reals(4), Shard(0), M)
+    with pytest.raises(spmd.ArgumentError, match="placements come first"):
+        spmd.distribute(reals(4), M)
+    with pytest.raises(spmd.ArgumentError, match=r"got a jax"):
+        spmd.jit(lambda x: x, mesh=jax.make_mesh((1,), ("a",)))
+    for make in (lambda: Mesh(2, 2), lambda: Mesh((2, 2), ("a", "b"))):
+        with pytest.raises(MeshError, match="axes have names"):
+            make()
+
+
+def test_transformed_functions_are_lowered() -> None:
+    """What spmd.grad and its kin send is read before it runs."""
+    w = spmd.distribute(reals(4, 2), S, M)
+    program = spmd.grad(lambda w, x: jnp.sum((x @ w) ** 2)).lower(w, reals(3, 4))
+    assert program.name == "grad(<lambda>)"
+    program.check(all_reduce=1)
+
+
 def test_small_things() -> None:
     """Iteration over a closed-over DArray, params of plain numbers, coordinates, dims beyond int32."""
     w = spmd.distribute(reals(4, 2), S, M)

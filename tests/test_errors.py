@@ -118,7 +118,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a mesh that is none": (
         lambda: spmd.zeros(3, P(), "dp"),
-        "a mesh is a placements.Mesh, as in Mesh(dp=2, tp=2); got str.",
+        "a mesh is a placements.Mesh, as in Mesh(dp=2, tp=2); got a str.",
     ),
     "a spec of JAX's": (
         lambda: jit(in_placements=(P("dp", None), P())),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -78,6 +79,25 @@ def test_golden_text(name: str) -> None:
     if os.environ.get("UPDATE_GOLDEN"):
         path.write_text(text + "\n")
     assert text + "\n" == path.read_text()
+
+
+@pytest.mark.parametrize("name", sorted(CANONICAL))
+def test_names_in_the_text_are_those_of_one_value(name: str) -> None:
+    """Every operand was defined on an earlier line; a moved value and the original keep names of their own."""
+    defined: set[str] = set()
+    for line in str(lowered(name)).splitlines()[1:-2]:
+        left, _, right = line.split("  # ")[0].strip().partition(" = ")
+        if not right:
+            defined.add(re.sub(r"^(argument|closed over|constant) ", "", left.split("  ")[0]))
+            continue
+        operands = re.sub(r"^\w+(\[.*?\](?= |$))?", "", right.split("  ")[0]).split()
+        for operand in operands:
+            assert operand in defined or re.fullmatch(r"-?(\d.*|inf|True|False)", operand), line
+        defined.update(left.split())
+    program = spmd.jit(lambda x: (jnp.cumsum(x, 0), jnp.sin(x)), mesh=Mesh(dp=3), in_placements=P(dp=Shard(0)))
+    text = str(program.lower(struct(5, 2)))
+    assert "= sin x" in text
+    assert "local_slice" not in text
 
 
 def test_texts_and_digests_do_not_depend_on_hashing() -> None:

@@ -82,6 +82,17 @@ def test_a_value_moves_once() -> None:
     assert sum(c.shape == (8, 8) for c in program.collectives) <= 2
 
 
+def test_a_reduced_value_serves_every_later_use() -> None:
+    """Parts that one use has reduced do not pass on, to be reduced again; equal equations are one."""
+
+    def uses(x: Any) -> Any:
+        s = x.sum(0)
+        return jnp.sin(s), s + s, s.reshape(1, -1)
+
+    lower(uses, (ROWS,), struct(8, 3)).check(all_reduce=1)
+    lower(lambda x: (x.mean(0), jnp.exp(x.sum(0)), x.sum(0) * 2), (ROWS,), struct(8, 3)).check(all_reduce=1)
+
+
 def test_a_slice_for_one_use_does_not_shard_the_next() -> None:
     """A replicated weight that was sliced for a product is not updated in shards and gathered."""
 

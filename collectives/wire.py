@@ -1,0 +1,235 @@
+"""From a collective on an array to one transfer of contiguous memory, and back.
+
+A back end moves and reduces flat buffers; which elements lie where in them is decided here, once for numpy (the methods of a
+`Communicator`) and for `jax.numpy` (inside an XLA executable, where the compiler fuses it). `arrange` gives the buffer to
+send, the `Transfer`, and the function that makes the result of what was received.
+
+Invariants: buffers are contiguous and of the dtypes that MPI reduces; sizes are static and in items. Bools travel as uint8,
+integers below a byte as bytes, floats of 16 bits or fewer are reduced in float32. max and min of floats are those of
+order-preserving integers, in which NaN is the extreme: so all members get the same bits, and NaN is carried as in JAX.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from collectives.simulated import is_small_float
+from placements.intervals import Bounds, cover
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of items of one member's buffer: the member at the other end, the first item, the number of items."""
+
+    member: int
+    start: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One operation on flat buffers: its kind, the dtype of the items, how many go in and come out.
+
+    all_reduce and reduce_scatter: `op`, and `counts` per member. all_gather, all_to_all: `sends` and `counts` (received) per
+    member. broadcast: `root`. exchange: pieces sent and received; a piece whose member is oneself is copied.
+    """
+
+    kind: str
+    dtype: np.dtype[Any]
+    items_in: int
+    items_out: int
+    op: str = ""
+    counts: tuple[int, ...] = ()
+    sends: tuple[int, ...] = ()
+    root: int = 0
+    outgoing: tuple[Piece, ...] = ()
+    incoming: tuple[Piece, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Arranged:
+    """A buffer to send, the transfer, and the result as a function of the buffer received."""
+
+    buffer: Any
+    transfer: Transfer
+    result: Callable[[Any], Any]
+
+
+def arrange(name: str, array: Any, rank: int, size: int, **arguments: Any) -> Arranged:
+    """The collective `name` on `array`, for member `rank` of `size`; `arguments` are those of `Communicator.<name>`."""
+    return ARRANGE[name](array, rank, size, **arguments)
+
+
+def _xp(array: Any) -> Any:
+    return np if isinstance(array, np.ndarray) else jnp
+
+
+def _bits(array: Any, dtype: Any) -> Any:
+    return array.view(dtype) if isinstance(array, np.ndarray) else lax.bitcast_convert_type(array, dtype)
+
+
+def _items(array: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """An array in a dtype that has whole bytes and that MPI and numpy know, and the way back. For movement alone."""
+    dtype = array.dtype
+    if dtype == jnp.bool_:
+        return array.astype(np.uint8), lambda x: x.astype(dtype)
+    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
+        wide = np.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else np.uint8
+        return array.astype(wide), lambda x: x.astype(dtype)
+    if dtype.kind == "V":  # bfloat16 and the float8s: their bits
+        return _bits(array, {1: np.uint8, 2: np.uint16}[dtype.itemsize]), lambda x: _bits(x, dtype)
+    return array, lambda x: x
+
+
+_BOOLEAN: Final = {"prod": "and", "min": "and", "max": "or", "and": "and", "or": "or", "xor": "xor"}
+
+
+def _reducible(array: Any, op: str, size: int) -> tuple[Any, str, Callable[[Any], Any]]:
+    """An array and an op that MPI reduces right, and the way back."""
+    dtype = array.dtype
+    if dtype == jnp.bool_:
+        return array.astype(np.uint8), _BOOLEAN[op], lambda x: x.astype(dtype)
+    if is_small_float(dtype):
+        wide, wire_op, back = _reducible(array.astype(np.float32), op, size)
+        return wide, wire_op, lambda x: back(x).astype(dtype)
+    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
+        wide = np.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else np.uint8
+        return array.astype(wide), op, lambda x: x.astype(dtype)
+    if op in ("max", "min") and jnp.issubdtype(dtype, jnp.floating):
+        return _ordered(array, op), op, lambda x: _unordered(x, dtype)
+    if op == "mean":
+        return array, "sum", lambda x: (x / size).astype(dtype)
+    return array, op, lambda x: x
+
+
+def _ordered(array: Any, op: str) -> Any:
+    """Floats as integers of the same order; NaN above all for a max, below all for a min."""
+    xp, kind = _xp(array), {4: np.int32, 8: np.int64}[array.dtype.itemsize]
+    limits: Any = np.iinfo(kind)
+    bits = _bits(array, kind)
+    ordered = xp.where(bits < 0, bits ^ kind(limits.max), bits)
+    return xp.where(array != array, kind(limits.max if op == "max" else limits.min), ordered)
+
+
+def _unordered(ordered: Any, dtype: Any) -> Any:
+    kind = ordered.dtype.type
+    bits = _xp(ordered).where(ordered < 0, ordered ^ kind(np.iinfo(kind).max), ordered)
+    return _bits(bits, dtype)
+
+
+def _flat(array: Any) -> Any:
+    return _xp(array).reshape(array, (-1,))
+
+
+def _all_reduce(array: Any, rank: int, size: int, *, op: str) -> Arranged:
+    wide, wire_op, back = _reducible(array, op, size)
+    shape = array.shape
+    count = math.prod(shape)
+    transfer = Transfer("all_reduce", np.dtype(wide.dtype), count, count, op=wire_op)
+    return Arranged(_flat(wide), transfer, lambda x: back(x.reshape(shape)))
+
+
+def _all_gather(array: Any, rank: int, size: int, *, dim: int, sizes: Sequence[int]) -> Arranged:
+    items, back = _items(array)
+    moved = _xp(items).moveaxis(items, dim, 0)
+    rest = moved.shape[1:]
+    counts = tuple(length * math.prod(rest) for length in sizes)
+    transfer = Transfer("all_gather", np.dtype(items.dtype), counts[rank], sum(counts), counts=counts)
+    whole = (sum(sizes), *rest)
+    return Arranged(_flat(moved), transfer, lambda x: back(_xp(x).moveaxis(x.reshape(whole), 0, dim)))
+
+
+def _reduce_scatter(array: Any, rank: int, size: int, *, op: str, dim: int, sizes: Sequence[int]) -> Arranged:
+    wide, wire_op, back = _reducible(array, op, size)
+    moved = _xp(wide).moveaxis(wide, dim, 0)
+    rest = moved.shape[1:]
+    counts = tuple(length * math.prod(rest) for length in sizes)
+    transfer = Transfer("reduce_scatter", np.dtype(wide.dtype), sum(counts), counts[rank], op=wire_op, counts=counts)
+    own = (sizes[rank], *rest)
+    return Arranged(_flat(moved), transfer, lambda x: back(_xp(x).moveaxis(x.reshape(own), 0, dim)))
+
+
+def _all_to_all(
+    array: Any, rank: int, size: int, *, dim: int, sizes: Sequence[int], to_dim: int, to_sizes: Sequence[int]
+) -> Arranged:
+    items, back = _items(array)
+    xp = _xp(items)
+    ends = np.cumsum(to_sizes).tolist()
+    blocks = []
+    for end, length in zip(ends, to_sizes, strict=True):
+        block = items[(slice(None),) * to_dim + (slice(end - length, end),)]
+        blocks.append(_flat(xp.moveaxis(block, dim, 0)))
+    rest = math.prod(length for d, length in enumerate(array.shape) if d not in (dim, to_dim))
+    sends = tuple(length * sizes[rank] * rest for length in to_sizes)
+    counts = tuple(length * to_sizes[rank] * rest for length in sizes)
+    transfer = Transfer("all_to_all", np.dtype(items.dtype), sum(sends), sum(counts), counts=counts, sends=sends)
+    shape = [to_sizes[rank] if d == to_dim else length for d, length in enumerate(array.shape)]
+    whole = (sum(sizes), *(length for d, length in enumerate(shape) if d != dim))
+    return Arranged(xp.concatenate(blocks), transfer, lambda x: back(_xp(x).moveaxis(x.reshape(whole), 0, dim)))
+
+
+def _exchange(
+    array: Any, rank: int, size: int, *, dim: int, have: Sequence[Bounds], want: Sequence[Bounds]
+) -> Arranged:
+    items, back = _items(array)
+    moved = _xp(items).moveaxis(items, dim, 0)
+    rest = moved.shape[1:]
+    row = math.prod(rest)
+    outgoing, incoming = [], []
+    for member, wanted in enumerate(want):
+        for holder, (low, high) in cover(tuple(have), wanted, member):
+            if holder == rank:
+                outgoing.append(Piece(member, (low - have[rank][0]) * row, (high - low) * row))
+            if member == rank:
+                incoming.append(Piece(holder, (low - wanted[0]) * row, (high - low) * row))
+    length = want[rank][1] - want[rank][0]
+    transfer = Transfer(
+        "exchange",
+        np.dtype(items.dtype),
+        moved.shape[0] * row,
+        length * row,
+        outgoing=tuple(outgoing),
+        incoming=tuple(incoming),
+    )
+    own = (length, *rest)
+    return Arranged(_flat(moved), transfer, lambda x: back(_xp(x).moveaxis(x.reshape(own), 0, dim)))
+
+
+def _broadcast(array: Any, rank: int, size: int, *, root: int) -> Arranged:
+    items, back = _items(array)
+    shape, count = array.shape, math.prod(array.shape)
+    transfer = Transfer("broadcast", np.dtype(items.dtype), count, count, root=root)
+    return Arranged(_flat(items), transfer, lambda x: back(x.reshape(shape)))
+
+
+def _permute(array: Any, rank: int, size: int, *, pairs: Sequence[tuple[int, int]]) -> Arranged:
+    items, back = _items(array)
+    shape, count = array.shape, math.prod(array.shape)
+    outgoing = tuple(Piece(destination, 0, count) for source, destination in pairs if source == rank)
+    incoming = tuple(Piece(source, 0, count) for source, destination in pairs if destination == rank)
+    transfer = Transfer("exchange", np.dtype(items.dtype), count, count, outgoing=outgoing, incoming=incoming)
+    received = bool(incoming)
+    return Arranged(
+        _flat(items), transfer, lambda x: back(x.reshape(shape) if received else _xp(x).zeros_like(x).reshape(shape))
+    )
+
+
+ARRANGE: Final[dict[str, Callable[..., Arranged]]] = {
+    "all_gather": _all_gather,
+    "all_reduce": _all_reduce,
+    "all_to_all": _all_to_all,
+    "broadcast": _broadcast,
+    "exchange": _exchange,
+    "permute": _permute,
+    "reduce_scatter": _reduce_scatter,
+}
+"""The names are those of `simulated.GROUP`."""
