@@ -31,7 +31,7 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def all_reduce(self, array: Any, *, op: str) -> Any:
-        """The reduction over all members, on every one. Floats of 16 bits or fewer are reduced in float32."""
+        """The reduction over all members, on every one. Numbers of 16 bits or fewer are reduced in 32."""
 
     @abc.abstractmethod
     def all_gather(self, array: Any, *, dim: int, sizes: Sequence[int]) -> Any:

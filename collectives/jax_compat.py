@@ -19,6 +19,7 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
 from jax._src import source_info_util as _source_info
+from jax._src import xla_bridge as _xla_bridge
 from jax._src.lax import lax as _lax
 from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
@@ -102,6 +103,22 @@ def identity_primitive(name: str) -> Primitive:
     made.def_impl(lambda value, *others, **params: value)
     mlir.register_lowering(made, lambda ctx, value, *others, **params: [value])
     return made
+
+
+def backend_exists() -> bool:
+    """Whether JAX has made a client already."""
+    return bool(_xla_bridge.backends_are_initialized())
+
+
+def register_ffi_lowering(made: Primitive, target: str, callback: Any, attributes: Callable[[Any], Any]) -> None:
+    """Lower a primitive to a custom call of an FFI target on CPUs: with a side effect, its first operand aliased."""
+    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(callback), platform="cpu")
+
+    def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+        rule = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases={0: 0})
+        return rule(ctx, *operands, **attributes(params))
+
+    mlir.register_lowering(made, lower, platform="cpu")
 
 
 def as_weak(value: Any) -> Any:

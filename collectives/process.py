@@ -1,14 +1,34 @@
-"""This process: its world. Here a world of one; launchers, ranks and back ends join with the MPI back end."""
+"""This process: its world, and its place on a mesh.
+
+In a lone process a mesh is simulated. If a launcher announced several, MPI starts with the first world or mesh that is asked
+for, and a mesh runs on the processes of the world; `Mesh(..., backend="simulated")` forces the simulator. Every launch on real
+ranks begins with an agreement: ranks that run different programs neither hang nor exchange numbers.
+
+How a rank ends: an uncaught exception prints its traceback and ends the job, `sys.exit` with a status that is not zero does
+too; a normal end is announced, so that a peer that still waits for this rank gets an error at once.
+"""
 
 from __future__ import annotations
 
+import atexit
 import functools
-from collections.abc import Sequence
-from typing import Any
+import itertools
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
-from collectives import simulated
+import numpy as np
+
+from collectives import simulated, watch
 from collectives.communicator import Communicator
+from collectives.errors import BackendError, DivergenceError, TransportError
+from collectives.launch import launch
 from placements.intervals import Bounds
+from placements.mesh import Coordinate, Mesh, group_positions
+
+GROUP_TAGS: Final = itertools.count(1)
 
 
 class Alone(Communicator):
@@ -58,9 +78,213 @@ class Alone(Communicator):
 
 @functools.cache
 def world() -> Communicator:
-    """The communicator of all processes of this job. Communication: none.
+    """The communicator of all processes of this job. Communication: none, but for the first call on several processes.
 
     >>> world().rank, world().size
     (0, 1)
     """
-    return Alone()
+    found = launch()
+    if found is None:
+        return Alone()
+    from collectives import mpi
+
+    connected = mpi.connect(found, lambda: _DEPARTURES.seen())
+    _DEPARTURES.watch(connected.comm.Dup())
+    watch.watch_interrupts()
+    _install_hooks()
+    return connected
+
+
+def is_simulated(mesh: Mesh) -> bool:
+    """Whether a mesh runs on the simulator: in a lone process, or by its own word."""
+    return mesh.backend == "simulated" or launch() is None
+
+
+def held_coordinates(mesh: Mesh) -> tuple[Coordinate, ...]:
+    """The coordinates whose shards this process holds: all in the simulator, its own on real ranks.
+
+    Raises `BackendError` for a mesh that does not fit the processes that exist, or that this process is not on.
+    """
+    return tuple(mesh.coordinates()) if is_simulated(mesh) else (on_mesh(mesh).coordinate,)
+
+
+class MeshProcess:
+    """This process's place on a mesh: its coordinate, the communicator of all ranks of the mesh, those of groups of axes."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        everyone = world()
+        _check_fits(mesh, everyone)
+        self.mesh = mesh
+        self.coordinate = mesh.coordinate(everyone.rank)
+        self.everyone: Any = everyone
+        self.communicator: Any = self.everyone.subgroup(mesh.ranks, next(GROUP_TAGS))
+        self.agreement: Any = self.communicator.subgroup(tuple(range(mesh.size)), next(GROUP_TAGS))
+        self.groups: dict[tuple[str, ...], Any] = {}
+        self.poison: BaseException | None = None
+        self.calls = 0
+        self.token: Any = None
+        self._words = np.zeros(4, np.uint64)
+        self._largest = np.zeros(4, np.uint64)
+
+    def group(self, axes: tuple[str, ...]) -> Any:
+        """The communicator along `axes`, members in their order. Collective over the mesh the first time."""
+        if axes not in self.groups:
+            position = self.mesh.position(self.coordinate)
+            for members in group_positions(self.mesh, axes):
+                if position in members:
+                    self.groups[axes] = self.communicator.subgroup(members, next(GROUP_TAGS))
+        return self.groups[axes]
+
+    def members(self, axes: tuple[str, ...]) -> list[Coordinate]:
+        """The coordinates of this process's group along `axes`, in order."""
+        position = self.mesh.position(self.coordinate)
+        (found,) = (group for group in group_positions(self.mesh, axes) if position in group)
+        return [self.mesh.coordinate_at(p) for p in found]
+
+    def agree(self, digest: int, text: Callable[[], str]) -> None:
+        """Return if all ranks of the mesh launch the same program, as their call of the same number.
+
+        Communication: one all_reduce of 32 bytes; `SPMD_CHECK=off` leaves it out. Raises `DivergenceError` on every rank,
+        with the first line of `text()` that differs; and again the error that poisoned the mesh.
+        """
+        if self.poison is not None:
+            raise TransportError(
+                f"{self.mesh!r} is poisoned: a program on it failed underway, and ranks may be at different collectives. "
+                f"Start the job anew. The first failure was {type(self.poison).__name__}: {self.poison}"
+            ) from self.poison
+        _forget_exit()
+        self.calls += 1
+        if os.environ.get("SPMD_CHECK") == "off":
+            return
+        mask = (1 << 64) - 1
+        self._words[:] = (digest, digest ^ mask, self.calls, self.calls ^ mask)
+        self._compare()
+        if not np.array_equal(self._words, self._largest):
+            self._explain(text())
+
+    def _compare(self) -> None:
+        from collectives.mpi import MPI
+
+        request = self.agreement.comm.Iallreduce(self._words, self._largest, MPI.MAX)
+        if not request.Test():
+            try:
+                watch.wait(request.Test, lambda: f"launch {self.calls} on {self.mesh!r}", self.agreement.left)
+            except BaseException as error:
+                self.poison = error
+                raise
+
+    def _explain(self, text: str) -> None:
+        """Exchange the texts and raise, on every rank alike."""
+        lines = [f"call {self.calls}", *text.splitlines()]
+        data = np.frombuffer("\n".join(lines).encode(), np.uint8)
+        size = self.agreement.size
+        lengths = self.agreement.all_gather(np.array([len(data)]), dim=0, sizes=(1,) * size).tolist()
+        joined = self.agreement.all_gather(data, dim=0, sizes=lengths).tobytes()
+        ends = np.cumsum(lengths).tolist()
+        texts = [joined[end - n : end].decode().splitlines() for end, n in zip(ends, lengths, strict=True)]
+        other = (
+            next(rank for rank in range(1, size) if texts[rank] != texts[0]) if len(set(map(tuple, texts))) > 1 else 0
+        )
+        pairs = itertools.zip_longest(texts[0], texts[other], fillvalue="(nothing)")
+        first = next(
+            (pair for pair in pairs if pair[0] != pair[1]), ("(the same text)", "(other constants or parameters)")
+        )
+        raise DivergenceError(
+            f"the ranks of {self.mesh!r} launch different programs; nothing was sent. The first line that differs:\n"
+            f"  rank {self.agreement.world_ranks[0]}: {first[0].strip()}\n"
+            f"  rank {self.agreement.world_ranks[other]}: {first[1].strip()}"
+        )
+
+
+@functools.cache
+def on_mesh(mesh: Mesh) -> MeshProcess:
+    """This process on a mesh of real ranks; its communicators are made at the first call. Collective over the mesh."""
+    return MeshProcess(mesh)
+
+
+def _check_fits(mesh: Mesh, everyone: Communicator) -> None:
+    if mesh.backend not in (None, "mpi"):
+        raise BackendError(f"{mesh!r}: no back end is called {mesh.backend!r}; there are 'mpi' and 'simulated'.")
+    if mesh.rank_list is None and mesh.size != everyone.size:
+        raise BackendError(
+            f"{mesh!r} has {mesh.size} ranks, and the job {everyone.size} processes. Start as many, name the mesh's ranks "
+            "with Mesh(..., ranks=[...]), or simulate it with Mesh(..., backend='simulated')."
+        )
+    if max(mesh.ranks) >= everyone.size:
+        raise BackendError(f"{mesh!r} names rank {max(mesh.ranks)}; the job has ranks 0 to {everyone.size - 1}.")
+    if everyone.rank not in mesh.ranks:
+        raise BackendError(f"rank {everyone.rank} is not on {mesh!r}, and runs something on it.")
+
+
+class _Departures:
+    """Which ranks have left: a leaving rank sends every other one an empty message on a communicator of its own."""
+
+    def __init__(self) -> None:
+        self.comm: Any = None
+        self.gone: list[int] = []
+
+    def watch(self, comm: Any) -> None:
+        self.comm = comm
+
+    def seen(self) -> list[int]:
+        while self.comm is not None and self.comm.Iprobe():
+            from collectives.mpi import MPI
+
+            status = MPI.Status()
+            self.comm.Recv(bytearray(), MPI.ANY_SOURCE, MPI.ANY_TAG, status)
+            self.gone.append(status.source)
+        return self.gone
+
+    def announce(self) -> None:
+        for rank in range(self.comm.size):
+            if rank != self.comm.rank:
+                self.comm.Isend(b"", rank)
+
+
+_DEPARTURES: Final = _Departures()
+_EXIT: Final[dict[str, Any]] = {"status": 0}
+"""The status of the last `sys.exit` since a program was launched: atexit handlers do not see it."""
+
+
+def _forget_exit() -> None:
+    _EXIT["status"] = 0
+
+
+def _install_hooks() -> None:
+    """End the job when this rank fails, and announce a normal end. Forked children do nothing."""
+    owner, hook, leave = os.getpid(), sys.excepthook, sys.exit
+
+    def excepthook(kind: Any, value: BaseException, trace: Any) -> None:
+        if os.getpid() != owner:
+            return hook(kind, value, trace)
+        print(f"rank {world().rank}:", file=sys.stderr)
+        hook(kind, value, trace)
+        _abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    def exit_recording(status: Any = None) -> Any:
+        _EXIT["status"] = 0 if status is None else status if isinstance(status, int) else 1
+        leave(status)
+
+    def at_exit() -> None:
+        if os.getpid() != owner:
+            return
+        if _EXIT["status"]:
+            print(f"rank {world().rank} exits with status {_EXIT['status']}: the job ends", file=sys.stderr)
+            _abort(int(_EXIT["status"]))
+        try:
+            _DEPARTURES.announce()
+        except Exception:
+            traceback.print_exc()
+            _abort(1)
+
+    sys.excepthook = excepthook
+    sys.exit = exit_recording  # type: ignore[assignment]
+    atexit.register(at_exit)
+
+
+def _abort(status: int) -> None:
+    from collectives import mpi
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    mpi.abort(status or 1)

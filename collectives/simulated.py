@@ -27,6 +27,18 @@ def is_small_float(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating)) and np.dtype(dtype).itemsize < 4
 
 
+def reduction_dtype(dtype: Any) -> Any:
+    """The dtype in which parts are reduced: 32 bits for floats and integers of 16 or fewer, else their own.
+
+    A sum in 16-bit floats loses digits, and Open MPI's sums of short integers saturate where they should wrap.
+    """
+    if jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4:
+        return np.dtype(np.float32)
+    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 32:
+        return np.dtype(np.int32 if jnp.issubdtype(dtype, jnp.signedinteger) else np.uint32)
+    return dtype
+
+
 def identity(op: str, dtype: Any) -> np.ndarray[Any, Any]:
     """The 0-d array that leaves any value unchanged under `op`. For floats that of a sum is -0.0: +0.0 loses its sign.
 
@@ -63,10 +75,11 @@ def _binary(op: str, dtype: Any) -> Callable[[Any, Any], Any]:
 
 
 def reduce_parts(arrays: Arrays, op: str) -> jax.Array:
-    """The reduction of equally shaped arrays, in order; floats of 16 bits or fewer in float32."""
+    """The reduction of equally shaped arrays, in order, in their `reduction_dtype`."""
     dtype = arrays[0].dtype
-    if is_small_float(dtype):
-        return reduce_parts([lax.convert_element_type(a, jnp.float32) for a in arrays], op).astype(dtype)
+    wide = reduction_dtype(dtype)
+    if wide != dtype:
+        return reduce_parts([lax.convert_element_type(a, wide) for a in arrays], op).astype(dtype)
     total = functools.reduce(_binary(op, dtype), arrays)
     return lax.div(total, lax.full_like(total, len(arrays))) if op == "mean" else total
 

@@ -5,7 +5,7 @@ A back end moves and reduces flat buffers; which elements lie where in them is d
 send, the `Transfer`, and the function that makes the result of what was received.
 
 Invariants: buffers are contiguous and of the dtypes that MPI reduces; sizes are static and in items. Bools travel as uint8,
-integers below a byte as bytes, floats of 16 bits or fewer are reduced in float32. max and min of floats are those of
+integers below a byte as bytes, numbers of 16 bits or fewer are reduced in 32 (`simulated.reduction_dtype`). max and min of floats are those of
 order-preserving integers, in which NaN is the extreme: so all members get the same bits, and NaN is carried as in JAX.
 """
 
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from collectives.simulated import is_small_float
+from collectives.simulated import reduction_dtype
 from placements.intervals import Bounds, cover
 
 Shape = tuple[int, ...]
@@ -98,12 +98,9 @@ def _reducible(array: Any, op: str, size: int) -> tuple[Any, str, Callable[[Any]
     dtype = array.dtype
     if dtype == jnp.bool_:
         return array.astype(np.uint8), _BOOLEAN[op], lambda x: x.astype(dtype)
-    if is_small_float(dtype):
-        wide, wire_op, back = _reducible(array.astype(np.float32), op, size)
+    if reduction_dtype(dtype) != dtype:
+        wide, wire_op, back = _reducible(array.astype(reduction_dtype(dtype)), op, size)
         return wide, wire_op, lambda x: back(x).astype(dtype)
-    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
-        wide = np.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else np.uint8
-        return array.astype(wide), op, lambda x: x.astype(dtype)
     if op in ("max", "min") and jnp.issubdtype(dtype, jnp.floating):
         return _ordered(array, op), op, lambda x: _unordered(x, dtype)
     if op == "mean":

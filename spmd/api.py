@@ -283,7 +283,8 @@ class SpmdFunction:
             _input(value, layout, var.aval)
             for value, layout, var in zip(values, plan.arrivals, plan.jaxpr.inputs, strict=True)
         ]
-        results = entry.executable(inputs)
+        hosts = [leaf.value for leaf in leaves if not isinstance(leaf.value, DArray)]
+        results = entry.executable(inputs, hosts)
         donated = [value for name, value in bound.arguments.items() if name in self.signature.donated]
         for value in jax.tree.leaves(donated):
             if isinstance(value, DArray):

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from collectives.jax_compat import ShapedArray, Tracer, Var, as_weak, register_array_type
+from collectives.process import held_coordinates
 from collectives.simulated import identity
 from placements import InvalidPlacement, Layout, Mesh, P, PartialTypeError, Replicate
 from placements.layout import Shape, resolve
@@ -96,7 +97,7 @@ class DArray:
     @property
     def shards(self) -> Mapping[Coordinate, jax.Array]:
         """The shards that this process holds, by coordinate (in mesh order)."""
-        return MappingProxyType(dict(zip(self.mesh.coordinates(), self._ranks(), strict=True)))
+        return MappingProxyType(dict(zip(held_coordinates(self.mesh), self._ranks(), strict=True)))
 
     @property
     def local(self) -> jax.Array:
@@ -348,7 +349,7 @@ def _cut(array: Any, index: tuple[slice, ...]) -> jax.Array:
 
 
 def build_shards(shape: Shape, layout: Layout, make: Callable[[tuple[slice, ...]], jax.Array]) -> Ranks:
-    """One array per position: `make(index)` once for each distinct part, replaced by the identity where a part repeats.
+    """One array per position that this process holds: `make(index)` once for each distinct part, replaced by the identity where a part repeats.
 
     Of a value given as parts of a sum, product or xor coordinate 0 keeps it and the others hold the identity; for the other
     ops all keep it.
@@ -357,7 +358,7 @@ def build_shards(shape: Shape, layout: Layout, make: Callable[[tuple[slice, ...]
     made: dict[Any, jax.Array] = {}
     masked: dict[Any, jax.Array] = {}
     ranks = []
-    for coordinate in layout.mesh.coordinates():
+    for coordinate in held_coordinates(layout.mesh):
         bounds = layout.bounds(shape, coordinate)
         if bounds not in made:
             made[bounds] = make(tuple(slice(low, high) for low, high in bounds))

@@ -1,9 +1,13 @@
-"""Running a Program: here the simulator, all ranks of a mesh side by side in one process.
+"""Running a Program: on real ranks as one XLA executable with explicit calls, or on the simulator.
 
-A value is a tuple with one array per position of the mesh. Each rank's local jaxpr is walked up to its next collective; when
-all have come there, the collective is plain array code over the tuple, and the walks go on. Ranks whose operands are the
-same arrays share one result. A program's first run is op by op, the second compiles it. Deterministic, free of deadlock, on
-any platform.
+On a real rank the local jaxpr of this process's coordinate is compiled whole; each collective is a custom call that a token
+keeps in order, across launches too. Every launch begins with an agreement of all ranks of the mesh; an exception after that
+poisons the mesh on this rank.
+
+In the simulator all ranks of a mesh run side by side. A value is a tuple with one array per position of the mesh. Each rank's
+local jaxpr is walked up to its next collective; when all have come there, the collective is plain array code over the tuple,
+and the walks go on. Ranks whose operands are the same arrays share one result. A program's first run is op by op, the second
+compiles it. Deterministic, free of deadlock, on any platform.
 
 Invariant: the local jaxprs of all shape classes have the same collectives in the same order. (Not the same equations: JAX
 drops some that do nothing for a shape.)
@@ -11,20 +15,23 @@ drops some that do nothing for a shape.)
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from typing import Any
+import os
+import zlib
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from collectives import jax_compat, primitives
+from collectives import ffi, jax_compat, primitives, process
+from collectives.errors import DivergenceError
 from collectives.jax_compat import Literal
 from spmd.lower import literal_value
-from spmd.program import Program
+from spmd.program import Collective, Program
 
 Ranks = tuple[Any, ...]
-"""One value on every rank: one array per position of the mesh."""
+"""One value on every rank that this process holds: one array per position of the mesh; on a real rank one in all."""
 
 Memo = dict[tuple[int, ...], tuple[list[Any], list[Any]]]
 """Equation and operands, by identity, to results; the operands are kept, so that an identity stays theirs."""
@@ -88,20 +95,132 @@ def _walk(closed: Any, inputs: list[Any], memo: Memo) -> Walk:
     return [jnp.asarray(read(atom)) for atom in jaxpr.outvars]
 
 
-class Executable:
-    """A program ready to run on the simulator: a function of its inputs on every rank.
+def run_alone(here: process.MeshProcess, name: str, array: Any, **arguments: Any) -> Any:
+    """One collective over all ranks of a mesh, outside a program. A failure underway poisons the mesh."""
+    try:
+        return getattr(here.communicator, name)(array, **arguments)
+    except BaseException as error:
+        here.poison = error
+        raise
 
-    The first run is op by op, later ones are compiled; with `compiled=True` the first one too.
-    """
+
+def run_collective(name: str, buffers: Ranks, params: dict[str, Any]) -> Ranks:
+    """One collective primitive on buffers, outside a program: on every rank that this process holds."""
+    mesh = params["mesh"]
+    if process.is_simulated(mesh):
+        return primitives.simulate(name, buffers, params)
+    here = process.on_mesh(mesh)
+    arguments = primitives.group_arguments(name, here.members(params["axes"]), params)
+    return (jnp.asarray(getattr(here.group(params["axes"]), name)(buffers[0], **arguments)),)
+
+
+class Executable:
+    """A program ready to run: a function of its inputs on every rank that this process holds."""
 
     def __init__(self, program: Program, compiled: bool = False) -> None:
         self.program = program
         self.runs_eagerly = not compiled
-        self.compiled = jax.jit(lambda inputs: simulate(program, inputs))
+        self.simulated = jax.jit(lambda inputs: simulate(program, inputs))
+        self.local: LocalExecutable | None = None
 
-    def __call__(self, inputs: Sequence[Ranks]) -> list[Ranks]:
-        """The outputs on every rank."""
+    def __call__(self, inputs: Sequence[Ranks], hosts: Sequence[Any] = ()) -> list[Ranks]:
+        """The outputs. The simulator's first run is op by op, later ones are compiled (`compiled=True`: all of them).
+
+        `hosts` are the arguments that are the same on every rank by promise: on real ranks the first run compares them.
+        """
+        if not process.is_simulated(self.program.mesh):
+            if self.local is None:
+                self.local = LocalExecutable(self.program)
+            return self.local(inputs, hosts)
         if self.runs_eagerly:
             self.runs_eagerly = False
             return simulate(self.program, inputs)
-        return self.compiled(list(inputs))
+        return self.simulated(list(inputs))
+
+
+COMPARED_BYTES: Final = 16_000_000
+"""Of the arguments that should be the same on every rank, so many bytes are compared at a program's first run."""
+
+
+class LocalExecutable:
+    """A program compiled for this process's coordinate on a mesh of real ranks."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.here = process.on_mesh(program.mesh)
+        self.index = tuple(np.int32(i) for i in self.here.coordinate)
+        self.digest = int(program.digest[:16], 16)
+        self.compiled: Any = None
+
+    def __call__(self, inputs: Sequence[Ranks], hosts: Sequence[Any]) -> list[Ranks]:
+        """Agree, run, and hand on the token. Raises what a handler raised; any exception underway poisons the mesh."""
+        here = self.here
+        here.agree(self.digest, lambda: str(self.program))
+        if self.compiled is None or os.environ.get("SPMD_CHECK") == "values":
+            self.compare(hosts)
+        try:
+            if self.compiled is None:
+                self.compiled = jax.jit(self.threaded())
+            if here.token is None:
+                here.token = ffi.new_token()
+            here.token, *results = self.compiled(here.token, *self.index, *(ranks[0] for ranks in inputs))
+        except BaseException as error:
+            cause = ffi.take_failure()
+            here.poison = error if cause is None else cause
+            if cause is None:
+                raise
+            raise cause from None
+        return [(result,) for result in results]
+
+    def compare(self, hosts: Sequence[Any]) -> None:
+        """Compare checksums of the arguments that every rank should give alike. One all_reduce."""
+        checksum, size = 0, 0
+        for value in (*hosts, *(constant for _, constant in self.program.plan.jaxpr.constants)):
+            keys = isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
+            data = np.ascontiguousarray(jax.random.key_data(value) if keys else value)
+            size += data.nbytes
+            if size <= COMPARED_BYTES:
+                checksum = zlib.crc32(data.tobytes(), checksum)
+        pair = np.array([checksum, -checksum], np.int64)
+        if run_alone(self.here, "all_reduce", pair, op="max").tolist() != pair.tolist():
+            raise DivergenceError(
+                f"{self.program.name}: the ranks of {self.program.mesh!r} passed different values where every rank passes "
+                "the whole array. Read the data on every rank, or use spmd.distribute(x, P(...), mesh, source=0), "
+                "spmd.from_callback or spmd.from_local."
+            )
+
+    def threaded(self) -> Callable[..., list[Any]]:
+        """The local jaxpr as a function that takes and returns the token."""
+        jaxpr, consts = jax_compat.as_closed(self.program.jaxpr(self.here.coordinate))
+        sources = iter(self.program.collectives)
+
+        def run(token: Any, *inputs: Any) -> list[Any]:
+            env = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*inputs, *consts), strict=True))
+
+            def read(atom: Any) -> Any:
+                return literal_value(atom) if isinstance(atom, Literal) else env[atom]
+
+            for eqn in jaxpr.eqns:
+                operands = [read(atom) for atom in eqn.invars]
+                name = primitives.BY_PRIMITIVE.get(eqn.primitive)
+                if name is None:
+                    results = jax_compat.bind(eqn, operands, eqn.params)
+                else:
+                    token, result = self.collective(token, jnp.asarray(operands[0]), name, eqn.params, next(sources))
+                    results = [result]
+                env.update(zip(eqn.outvars, results, strict=True))
+            return [token, *(jnp.asarray(read(atom)) for atom in jaxpr.outvars)]
+
+        return run
+
+    def collective(self, token: Any, value: Any, name: str, params: Any, logical: Collective) -> tuple[Any, Any]:
+        """One collective in this process's group."""
+        axes = params["axes"]
+        group = self.here.group(axes)
+        arguments = primitives.group_arguments(name, self.here.members(axes), params)
+        what = f"{self.program.name}: {logical} (group of world ranks {', '.join(map(str, group.world_ranks))})"
+
+        def prepare(transfer: Any) -> Any:
+            return group.prepare(transfer, lambda: what)
+
+        return ffi.collective(token, value, name, group.rank, group.size, prepare, **arguments)

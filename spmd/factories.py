@@ -6,7 +6,9 @@ None of these communicates, but for `distribute(source=...)` and `from_local(exc
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from collectives import primitives
 from collectives.jax_compat import ShapedArray
+from collectives.process import held_coordinates, is_simulated, on_mesh
 from collectives.simulated import is_small_float
 from placements import Layout, Mesh, P, Pieces, PlacementError, Split
 from placements.layout import Shape
@@ -23,6 +25,7 @@ from placements.mesh import group_positions
 from spmd.array import DArray, build_shards, refuse_in_trace, shards_of
 from spmd.current import mesh_or_current
 from spmd.errors import ArgumentError
+from spmd.execute import run_alone, run_collective
 from spmd.prefix import PlacedLeaf, place_leaves
 from spmd.validate import valid_layout
 
@@ -52,8 +55,20 @@ def distribute(x: Any, placements: Any, mesh: Mesh | None = None, *, source: int
     found = mesh_or_current(mesh, "spmd.distribute")
     if source is not None and source not in found.ranks:
         raise ArgumentError(f"spmd.distribute: source={source} is no rank of {found!r}.")
+    if source is not None and not is_simulated(found):
+        x = jax.tree.map(lambda leaf: _from_rank(leaf, source, found), x)
     placed, treedef = place_leaves(placements, x, "x", "spmd.distribute", _aval)
     return jax.tree.unflatten(treedef, [_distribute(leaf, found) for leaf in placed])
+
+
+def _from_rank(leaf: Any, source: int, mesh: Mesh) -> Any:
+    """One rank's array, on every rank. Each passes one of the same shape and dtype."""
+    here = on_mesh(mesh)
+    value = _canonical(leaf, jax.typeof(leaf))
+    if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
+        words = run_alone(here, "broadcast", jax.random.key_data(value), root=mesh.ranks.index(source))
+        return jax.random.wrap_key_data(jnp.asarray(words), impl=jax.random.key_impl(value))
+    return jnp.asarray(run_alone(here, "broadcast", value, root=mesh.ranks.index(source)))
 
 
 def _aval(path: str, value: Any) -> Any:
@@ -119,35 +134,64 @@ def from_local(
     """
     refuse_in_trace("spmd.from_local")
     found = mesh_or_current(mesh, "spmd.from_local")
-    pieces = [jnp.array(piece, copy=True) for piece in _one_per_rank(x, found)]
-    kinds = [f"{piece.dtype}{list(piece.shape)}" for piece in pieces]
-    if len({(piece.dtype, piece.ndim) for piece in pieces}) > 1:
+    pieces = tuple(jnp.array(piece, copy=True) for piece in _held_pieces(x, found))
+    all_pieces = _described(pieces, found)
+    kinds = [f"{piece.dtype}{list(piece.shape)}" for piece in all_pieces]
+    if len({(piece.dtype, len(piece.shape)) for piece in all_pieces}) > 1:
         raise ArgumentError(f"spmd.from_local: the pieces differ in dtype or number of dims: {', '.join(kinds)}.")
     layout = layout_of("spmd.from_local: pieces", placements, found, pieces[0].shape, pieces[0].dtype)
-    lengths = [_lengths(pieces, layout, dim) for dim in range(layout.ndim)]
+    lengths = [_lengths(all_pieces, layout, dim) for dim in range(layout.ndim)]
     size = tuple(sum(along) if axes else along[0] for along, axes in zip(lengths, layout.dims, strict=True))
     if shape is not None and tuple(shape) != size:
         raise ArgumentError(
             f"spmd.from_local: the pieces {', '.join(kinds)} make an array of {size}, not {tuple(shape)}."
         )
+    _check_replicas(all_pieces, layout)
     for dim, axes in enumerate(layout.dims):
         pieces = _to_chunks(pieces, layout, dim, lengths[dim], size, exchange) if axes else pieces
-    _check_replicas(pieces, layout)
-    return DArray(ShapedArray(size, pieces[0].dtype), layout, tuple(pieces), placements)
+    return DArray(ShapedArray(size, pieces[0].dtype), layout, pieces, placements)
 
 
-def _one_per_rank(x: Any, mesh: Mesh) -> Sequence[Any]:
-    if mesh.size == 1 and not isinstance(x, (list, tuple)):
+def _held_pieces(x: Any, mesh: Mesh) -> Sequence[Any]:
+    """The pieces that this process gives: one on a real rank, one per rank in the simulator."""
+    count = len(held_coordinates(mesh))
+    if count == 1 and not isinstance(x, (list, tuple)):
         return [x]
-    if not isinstance(x, (list, tuple)) or len(x) != mesh.size:
-        count = f"{len(x)}" if isinstance(x, (list, tuple)) else f"a {type(x).__name__}"
-        raise ArgumentError(
-            f"spmd.from_local: {mesh!r} is simulated: pass a list of {mesh.size} arrays, one per rank; got {count}."
-        )
+    if not isinstance(x, (list, tuple)) or len(x) != count:
+        given = f"{len(x)}" if isinstance(x, (list, tuple)) else f"a {type(x).__name__}"
+        where = "is simulated: pass a list of" if is_simulated(mesh) else "is on real ranks: pass"
+        raise ArgumentError(f"spmd.from_local: {mesh!r} {where} {count} arrays, one per rank; got {given}.")
     return x
 
 
-def _lengths(pieces: list[jax.Array], layout: Layout, dim: int) -> tuple[int, ...]:
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What all ranks know of one rank's piece."""
+
+    shape: Shape
+    dtype: Any
+    checksum: int
+
+
+def _described(pieces: tuple[jax.Array, ...], mesh: Mesh) -> list[_Piece]:
+    """Every rank's piece, in mesh order. Communication on real ranks: one all_gather of some words."""
+    if is_simulated(mesh):
+        return [_Piece(piece.shape, piece.dtype, zlib.crc32(_bits(piece))) for piece in pieces]
+    (piece,) = pieces
+    words = np.zeros(40, np.int64)
+    name = str(piece.dtype).encode()
+    words[: 3 + piece.ndim] = (len(name), zlib.crc32(_bits(piece)), piece.ndim, *piece.shape)
+    words[20 : 20 + len(name)] = list(name)
+    rows = run_alone(on_mesh(mesh), "all_gather", words, dim=0, sizes=(40,) * mesh.size).reshape(mesh.size, 40).tolist()
+    dtypes = {str(piece.dtype): piece.dtype}
+    found = []
+    for length, checksum, ndim, *rest in rows:
+        text = bytes(rest[17 : 17 + length]).decode()
+        found.append(_Piece(tuple(rest[:ndim]), dtypes.get(text, text), checksum))
+    return found
+
+
+def _lengths(pieces: list[_Piece], layout: Layout, dim: int) -> tuple[int, ...]:
     """The lengths along one dim by flat coordinate; ranks of one flat coordinate must agree."""
     axes = layout.dims[dim]
     found: dict[int, int] = {}
@@ -162,8 +206,8 @@ def _lengths(pieces: list[jax.Array], layout: Layout, dim: int) -> tuple[int, ..
 
 
 def _to_chunks(
-    pieces: list[jax.Array], layout: Layout, dim: int, lengths: tuple[int, ...], size: Shape, exchange: bool
-) -> list[jax.Array]:
+    pieces: tuple[jax.Array, ...], layout: Layout, dim: int, lengths: tuple[int, ...], size: Shape, exchange: bool
+) -> tuple[jax.Array, ...]:
     """Pieces with the lengths of our chunks along one dim."""
     axes, mesh = layout.dims[dim], layout.mesh
     want = Split(size[dim], axes)
@@ -177,15 +221,14 @@ def _to_chunks(
             f"{', '.join(axes)} have {list(chunks)}. Pass exchange=True to move them."
         )
     params = {"mesh": mesh, "axes": axes, "dim": dim, "have": Pieces.of_lengths(axes, lengths), "want": want}
-    return list(primitives.simulate("exchange", tuple(pieces), params))
+    return run_collective("exchange", pieces, params)
 
 
-def _check_replicas(pieces: list[jax.Array], layout: Layout) -> None:
+def _check_replicas(pieces: list[_Piece], layout: Layout) -> None:
     axes = tuple(axis for axis in layout.mesh.axis_names if axis not in layout.axes)
     for group in group_positions(layout.mesh, axes):
-        first = _bits(pieces[group[0]]) if len(group) > 1 else b""
         for position in group[1:]:
-            if _bits(pieces[position]) != first:
+            if pieces[position] != pieces[group[0]]:
                 a, b = (layout.mesh.coordinate_at(p) for p in (group[0], position))
                 raise ArgumentError(
                     f"spmd.from_local: coordinates {a} and {b} should hold the same values, as {layout} replicates over "

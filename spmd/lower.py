@@ -18,7 +18,7 @@ from jax import lax
 
 from collectives import jax_compat, primitives
 from collectives.jax_compat import Literal, ShapedArray
-from collectives.simulated import identity, is_small_float
+from collectives.simulated import identity, reduction_dtype
 from placements import Layout, Mesh, Split, Step
 from placements.intervals import length
 from placements.layout import Shape
@@ -162,16 +162,16 @@ def _sizes(step: Step, shape: Shape, place: Place, *dims: int) -> tuple[tuple[in
     return tuple((dim, local[dim]) for dim in dims)
 
 
-def _in_float32(bind: Callable[[Any], Any], value: Any) -> Any:
-    """Reduce floats of 16 bits or fewer in float32."""
-    dtype = value.dtype
-    if not (jnp.issubdtype(dtype, jnp.floating) and is_small_float(dtype)):
+def _widened(bind: Callable[[Any], Any], value: Any) -> Any:
+    """Reduce numbers of 16 bits or fewer in 32."""
+    wide = reduction_dtype(value.dtype)
+    if wide == value.dtype:
         return bind(value)
-    return lax.convert_element_type(bind(lax.convert_element_type(value, jnp.float32)), dtype)
+    return lax.convert_element_type(bind(lax.convert_element_type(value, wide)), value.dtype)
 
 
 def _all_reduce(step: Step, value: Any, shape: Shape, place: Place) -> Any:
-    return _in_float32(
+    return _widened(
         lambda x: primitives.bind("all_reduce", x, mesh=place.mesh, axes=step.axes, op=step.op), jnp.asarray(value)
     )
 
@@ -187,7 +187,7 @@ def _reduce_scatter(step: Step, value: Any, shape: Shape, place: Place) -> Any:
     dim = step.dim or 0
     split = Split(shape[dim], step.target.dims[dim])
     params = {"op": step.op, "dim": dim, "split": split, "out_sizes": _sizes(step, shape, place, dim)}
-    return _in_float32(lambda x: primitives.bind("reduce_scatter", x, mesh=place.mesh, axes=step.axes, **params), value)
+    return _widened(lambda x: primitives.bind("reduce_scatter", x, mesh=place.mesh, axes=step.axes, **params), value)
 
 
 def _all_to_all(step: Step, value: Any, shape: Shape, place: Place) -> Any:

@@ -24,6 +24,7 @@ import numpy as np
 
 from collectives.jax_compat import UNKNOWN, Literal, Source
 from collectives.primitives import TABLE
+from collectives.simulated import reduction_dtype
 from placements import Layout, Mesh
 from placements.mesh import Coordinate
 from placements.redistribute import step_bytes, step_us
@@ -36,7 +37,7 @@ from spmd.propagate import Move, Plan, PlannedEqn, item_sizes
 class Collective:
     """One logical collective: one step of one value.
 
-    `shape` is the global shape of the value, `dtype` what travels (floats of 16 bits or fewer are reduced in float32),
+    `shape` is the global shape of the value, `dtype` what travels (numbers of 16 bits or fewer are reduced in 32),
     `bytes` what the busiest coordinate receives, `count` how often it runs (None: a loop of unknown length), `message`
     the index in `Program.messages` of what carries it.
     """
@@ -131,7 +132,7 @@ class Program:
             sizes = item_sizes(aval)
             for step in move.steps:
                 if step.communicates:
-                    dtype = "float32" if sizes.of(step) != sizes.moved else str(aval.dtype)
+                    dtype = str(reduction_dtype(aval.dtype) if step.op else aval.dtype)
                     found.append(
                         Collective(
                             step.name, step.axes, step.op, aval.shape, dtype, step_bytes(step, sizes),

@@ -18,11 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import jax.numpy as jnp
 import numpy as np
 
 from collectives.jax_compat import Atom, JaxprEqn, Literal, Primitive, Source, Var
-from collectives.simulated import is_small_float
+from collectives.simulated import reduction_dtype
 from placements import ItemSizes, Layout, Machine, Mesh, P, Step, plan_steps
 from placements.cost import DEFAULT
 from placements.layout import merge
@@ -91,10 +90,8 @@ class Plan:
 
 
 def item_sizes(aval: Any) -> ItemSizes:
-    """The bytes per element of an aval, as moved and as reduced: floats of 16 bits or fewer are reduced in float32."""
-    size = aval.dtype.itemsize
-    small = jnp.issubdtype(aval.dtype, jnp.floating) and is_small_float(aval.dtype)
-    return ItemSizes(size, 4 if small else size)
+    """The bytes per element of an aval, as moved and as reduced."""
+    return ItemSizes(aval.dtype.itemsize, reduction_dtype(aval.dtype).itemsize)
 
 
 @dataclass(slots=True)

