@@ -57,7 +57,8 @@ def _handle(address: int) -> int | None:
     frame = _Frame.from_address(address)
     try:
         if frame[1]:
-            return _answer_metadata(frame[1])
+            _answer_metadata(frame[1])
+            return None
         if frame[4] & 0xFFFFFFFF != _EXECUTE:
             return None
         thread = threading.get_ident()

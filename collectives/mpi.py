@@ -7,6 +7,7 @@ communicators are our own: a user's traffic on COMM_WORLD never meets ours. This
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ import numpy as np
 from collectives.communicator import Communicator
 from collectives.errors import BackendError
 from collectives.launch import Launch
-from collectives.watch import wait
+from collectives.watch import ends_job, wait
 from collectives.wire import Piece, Transfer, arrange
 from placements.intervals import Bounds
 
@@ -72,12 +73,17 @@ class Prepared:
                 if not requests[0].Test():
                     wait(requests[0].Test, self.what, self.communicator.left)
             elif requests:
-                wait(lambda requests=requests: MPI.Request.Testall(requests), self.what, self.communicator.left)
+                wait(functools.partial(MPI.Request.Testall, requests), self.what, self.communicator.left)
 
     def spec(self, address: int, start: int, count: int) -> Spec:
         """Items of a buffer as mpi4py takes them."""
         size = self.transfer.dtype.itemsize
         return [MPI.memory.fromaddress(address + start * size, count * size), count, self.kind]
+
+
+def _one(call: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Start one request."""
+    return [call(*arguments)]
 
 
 def _runs(count: int) -> Iterator[tuple[int, int]]:
@@ -90,7 +96,7 @@ def _all_reduce(p: Prepared, source: int, target: int) -> Iterator[Start]:
     comm, op = p.communicator.comm, OPS[p.transfer.op]
     for start, count in _runs(p.transfer.items_in):
         send, receive = p.spec(source, start, count), p.spec(target, start, count)
-        yield lambda send=send, receive=receive: [comm.Iallreduce(send, receive, op)]
+        yield functools.partial(_one, comm.Iallreduce, send, receive, op)
 
 
 def _all_gather(p: Prepared, source: int, target: int) -> Iterator[Start]:
@@ -105,10 +111,10 @@ def _all_gather(p: Prepared, source: int, target: int) -> Iterator[Start]:
     send, receive = p.spec(source, 0, t.items_in), p.spec(target, 0, t.items_out)
     if len(set(t.counts)) == 1:
         receive[1] = t.counts[0]  # mpi4py counts the items from one rank
-        yield lambda: [comm.Iallgather(send, receive)]
+        yield functools.partial(_one, comm.Iallgather, send, receive)
     else:
         receive[1] = (list(t.counts), None)
-        yield lambda: [comm.Iallgatherv(send, receive)]
+        yield functools.partial(_one, comm.Iallgatherv, send, receive)
 
 
 def _reduce_scatter(p: Prepared, source: int, target: int) -> Iterator[Start]:
@@ -119,33 +125,33 @@ def _reduce_scatter(p: Prepared, source: int, target: int) -> Iterator[Start]:
             for start, count in _runs(length):
                 send = p.spec(source, begin + start, count)
                 receive = p.spec(target, start, count) if comm.rank == root else None
-                yield lambda send=send, receive=receive, root=root: [comm.Ireduce(send, receive, op, root)]
+                yield functools.partial(_one, comm.Ireduce, send, receive, op, root)
             begin += length
         return
     send, receive = p.spec(source, 0, t.items_in), p.spec(target, 0, t.items_out)
-    yield lambda: [comm.Ireduce_scatter(send, receive, list(t.counts), op)]
+    yield functools.partial(_one, comm.Ireduce_scatter, send, receive, list(t.counts), op)
 
 
 def _all_to_all(p: Prepared, source: int, target: int) -> Iterator[Start]:
     t, comm = p.transfer, p.communicator.comm
-    if max(t.items_in, t.items_out) > LIMIT:
+    if t.total > LIMIT:
         outgoing = [Piece(i, sum(t.sends[:i]), count) for i, count in enumerate(t.sends)]
         incoming = [Piece(i, sum(t.counts[:i]), count) for i, count in enumerate(t.counts)]
         yield from _pieces(p, source, target, outgoing, incoming)
         return
     send, receive = p.spec(source, 0, t.items_in), p.spec(target, 0, t.items_out)
     send[1], receive[1] = (list(t.sends), None), (list(t.counts), None)
-    yield lambda: [comm.Ialltoallv(send, receive)]
+    yield functools.partial(_one, comm.Ialltoallv, send, receive)
 
 
 def _broadcast(p: Prepared, source: int, target: int) -> Iterator[Start]:
     comm, root = p.communicator.comm, p.transfer.root
     whole = Piece(comm.rank, 0, p.transfer.items_in)
     if comm.rank == root:
-        yield lambda: _copy(p, source, target, whole, whole)
+        yield functools.partial(_copy, p, source, target, whole, whole)
     for start, count in _runs(p.transfer.items_in):
         buffer = p.spec(target, start, count)
-        yield lambda buffer=buffer: [comm.Ibcast(buffer, root)]
+        yield functools.partial(_one, comm.Ibcast, buffer, root)
 
 
 def _exchange(p: Prepared, source: int, target: int) -> Iterator[Start]:
@@ -256,7 +262,8 @@ class MpiCommunicator(Communicator):
     def subgroup(self, ranks: tuple[int, ...], tag: int) -> MpiCommunicator:
         """The communicator of some members (indices here), in that order. They all call it, with one tag."""
         group = self.comm.Get_group().Incl(list(ranks))
-        made = self.comm.Create_group(group, tag)
+        with ends_job(f"making the group of world ranks {[self.world_ranks[r] for r in ranks]}", abort):
+            made = self.comm.Create_group(group, tag)
         return MpiCommunicator(made, tuple(self.world_ranks[r] for r in ranks), self.departed)
 
 

@@ -16,6 +16,7 @@ import itertools
 import os
 import sys
 import traceback
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -28,7 +29,10 @@ from collectives.launch import launch
 from placements.intervals import Bounds
 from placements.mesh import Coordinate, Mesh, group_positions
 
-GROUP_TAGS: Final = itertools.count(1)
+
+def _tag(mesh: Mesh, what: object) -> int:
+    """The tag under which a group is made: the same on all its members, whatever else each of them has made."""
+    return zlib.crc32(f"{mesh!r} {what}".encode()) % 30_000
 
 
 class Alone(Communicator):
@@ -112,13 +116,12 @@ class MeshProcess:
     """This process's place on a mesh: its coordinate, the communicator of all ranks of the mesh, those of groups of axes."""
 
     def __init__(self, mesh: Mesh) -> None:
-        everyone = world()
+        everyone: Any = world()
         _check_fits(mesh, everyone)
         self.mesh = mesh
         self.coordinate = mesh.coordinate(everyone.rank)
-        self.everyone: Any = everyone
-        self.communicator: Any = self.everyone.subgroup(mesh.ranks, next(GROUP_TAGS))
-        self.agreement: Any = self.communicator.subgroup(tuple(range(mesh.size)), next(GROUP_TAGS))
+        self.communicator: Any = everyone.subgroup(mesh.ranks, _tag(mesh, "mesh"))
+        self.agreement: Any = self.communicator.subgroup(tuple(range(mesh.size)), _tag(mesh, "agreement"))
         self.groups: dict[tuple[str, ...], Any] = {}
         self.poison: BaseException | None = None
         self.calls = 0
@@ -132,7 +135,7 @@ class MeshProcess:
             position = self.mesh.position(self.coordinate)
             for members in group_positions(self.mesh, axes):
                 if position in members:
-                    self.groups[axes] = self.communicator.subgroup(members, next(GROUP_TAGS))
+                    self.groups[axes] = self.communicator.subgroup(members, _tag(self.mesh, axes))
         return self.groups[axes]
 
     def members(self, axes: tuple[str, ...]) -> list[Coordinate]:
@@ -255,11 +258,11 @@ def _install_hooks() -> None:
     owner, hook, leave = os.getpid(), sys.excepthook, sys.exit
 
     def excepthook(kind: Any, value: BaseException, trace: Any) -> None:
-        if os.getpid() != owner:
-            return hook(kind, value, trace)
-        print(f"rank {world().rank}:", file=sys.stderr)
+        if os.getpid() == owner:
+            print(f"rank {world().rank}:", file=sys.stderr)
         hook(kind, value, trace)
-        _abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+        if os.getpid() == owner:
+            _abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     def exit_recording(status: Any = None) -> Any:
         _EXIT["status"] = 0 if status is None else status if isinstance(status, int) else 1
@@ -278,7 +281,7 @@ def _install_hooks() -> None:
             _abort(1)
 
     sys.excepthook = excepthook
-    sys.exit = exit_recording  # type: ignore[assignment]
+    sys.exit = exit_recording
     atexit.register(at_exit)
 
 

@@ -7,11 +7,13 @@ that the interpreter's C handler writes to.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from collectives.errors import CollectiveTimeout, PeerLeft
@@ -54,6 +56,23 @@ def wait(test: Callable[[], bool], what: Callable[[], str], left: Callable[[], l
             raise CollectiveTimeout(
                 f"{what()}: not done after {limit:g} s (SPMD_TIMEOUT). Some rank of the group never came to this collective."
             )
+
+
+@contextlib.contextmanager
+def ends_job(what: str, abort: Callable[[int], None]) -> Iterator[None]:
+    """For a call that cannot be polled: end the job, saying `what`, if the block is not done within the limit."""
+
+    def late() -> None:
+        print(f"{what}: not done after {timeout_s():g} s (SPMD_TIMEOUT); the job ends", file=sys.stderr, flush=True)
+        abort(1)
+
+    timer = threading.Timer(timeout_s(), late)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def watch_interrupts() -> None:

@@ -5,8 +5,9 @@ A back end moves and reduces flat buffers; which elements lie where in them is d
 send, the `Transfer`, and the function that makes the result of what was received.
 
 Invariants: buffers are contiguous and of the dtypes that MPI reduces; sizes are static and in items. Bools travel as uint8,
-integers below a byte as bytes, numbers of 16 bits or fewer are reduced in 32 (`simulated.reduction_dtype`). max and min of floats are those of
-order-preserving integers, in which NaN is the extreme: so all members get the same bits, and NaN is carried as in JAX.
+integers below a byte as bytes; numbers of 16 bits or fewer are reduced in 32 (`simulated.reduction_dtype`). max and min of
+floats are those of order-preserving integers, in which NaN is the extreme: so all members get the same bits, and NaN is
+carried as in JAX.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Transfer:
     """One operation on flat buffers: its kind, the dtype of the items, how many go in and come out.
 
     all_reduce and reduce_scatter: `op`, and `counts` per member. all_gather, all_to_all: `sends` and `counts` (received) per
-    member. broadcast: `root`. exchange: pieces sent and received; a piece whose member is oneself is copied.
+    member, and `total` over all members, by which all of them choose alike how to send. broadcast: `root`. exchange: pieces sent and received; a piece whose member is oneself is copied.
     """
 
     kind: str
@@ -50,6 +51,7 @@ class Transfer:
     op: str = ""
     counts: tuple[int, ...] = ()
     sends: tuple[int, ...] = ()
+    total: int = 0
     root: int = 0
     outgoing: tuple[Piece, ...] = ()
     incoming: tuple[Piece, ...] = ()
@@ -85,7 +87,7 @@ def _items(array: Any) -> tuple[Any, Callable[[Any], Any]]:
     if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
         wide = np.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else np.uint8
         return array.astype(wide), lambda x: x.astype(dtype)
-    if dtype.kind == "V":  # bfloat16 and the float8s: their bits
+    if dtype.isbuiltin != 1:  # bfloat16 and the float8s, which numpy only knows by ml_dtypes: their bits
         return _bits(array, {1: np.uint8, 2: np.uint16}[dtype.itemsize]), lambda x: _bits(x, dtype)
     return array, lambda x: x
 
@@ -168,7 +170,10 @@ def _all_to_all(
     rest = math.prod(length for d, length in enumerate(array.shape) if d not in (dim, to_dim))
     sends = tuple(length * sizes[rank] * rest for length in to_sizes)
     counts = tuple(length * to_sizes[rank] * rest for length in sizes)
-    transfer = Transfer("all_to_all", np.dtype(items.dtype), sum(sends), sum(counts), counts=counts, sends=sends)
+    total = sum(sizes) * sum(to_sizes) * rest
+    transfer = Transfer(
+        "all_to_all", np.dtype(items.dtype), sum(sends), sum(counts), counts=counts, sends=sends, total=total
+    )
     shape = [to_sizes[rank] if d == to_dim else length for d, length in enumerate(array.shape)]
     whole = (sum(sizes), *(length for d, length in enumerate(shape) if d != dim))
     return Arranged(xp.concatenate(blocks), transfer, lambda x: back(_xp(x).moveaxis(x.reshape(whole), 0, dim)))

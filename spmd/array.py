@@ -349,7 +349,9 @@ def _cut(array: Any, index: tuple[slice, ...]) -> jax.Array:
 
 
 def build_shards(shape: Shape, layout: Layout, make: Callable[[tuple[slice, ...]], jax.Array]) -> Ranks:
-    """One array per position that this process holds: `make(index)` once for each distinct part, replaced by the identity where a part repeats.
+    """One array per position that this process holds: `make(index)`, once for each distinct part.
+
+    Where a part repeats, the identity takes its place.
 
     Of a value given as parts of a sum, product or xor coordinate 0 keeps it and the others hold the identity; for the other
     ops all keep it.

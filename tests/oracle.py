@@ -16,11 +16,29 @@ import jax.numpy as jnp
 import numpy as np
 
 import spmd
+from collectives.launch import launch
+from collectives.process import held_coordinates, is_simulated
 from placements import Mesh, P
 
-RANKS = tuple(Mesh(a=n) for n in range(1, 6))
+LAUNCH = launch()
+"""Where this runs on real ranks, the meshes of a test are those of the job's size; others are simulated on every rank."""
+
+
+def fit(mesh: Mesh) -> Mesh:
+    """The mesh, on the processes of the job if it has their number, else simulated."""
+    if LAUNCH is None or mesh.size == LAUNCH.size or mesh.rank_list is not None:
+        return mesh
+    return Mesh(dict(mesh.axes), backend="simulated")
+
+
+def fitting(*meshes: Mesh) -> tuple[Mesh, ...]:
+    """In a lone process all meshes, on real ranks those that fit."""
+    return tuple(mesh for mesh in meshes if LAUNCH is None or mesh.size == LAUNCH.size)
+
+
+RANKS = fitting(*(Mesh(a=n) for n in range(1, 6)))
 """One axis, one to five ranks."""
-GRIDS = (Mesh(a=2, b=2), Mesh(b=2, a=2), Mesh(a=2, b=3), Mesh(b=3, a=2))
+GRIDS = fitting(Mesh(a=2, b=2), Mesh(b=2, a=2), Mesh(a=2, b=3), Mesh(b=3, a=2))
 """Two axes, in both orders."""
 
 
@@ -102,6 +120,13 @@ def _same_gradient(function: Callable[..., Any], decorated: Any, args: Sequence[
     found = spmd.jit(spmd.grad(scalar(decorated), numbers), mesh=mesh, fallback="allow")(*args)
     for f, e in zip(found, expected, strict=True):
         same(f, e, mesh)
+
+
+def from_pieces(pieces: Sequence[Any], placements: P, mesh: Mesh, **options: Any) -> spmd.DArray:
+    """`spmd.from_local` of every rank's piece: the list in the simulator, on a real rank its own."""
+    held = held_coordinates(mesh)
+    given = list(pieces) if is_simulated(mesh) else pieces[mesh.position(held[0])]
+    return spmd.from_local(given, placements, mesh, **options)
 
 
 def parts_of(whole: Any, n: int, op: str = "sum") -> list[np.ndarray]:

@@ -1,0 +1,30 @@
+"""Run pytest on every rank of a job: `mpiexec -n 3 python tests/ranks/run.py FOLDER TARGET ...`.
+
+Each rank writes what pytest prints to FOLDER/rank<r>.log, and its exit status to FOLDER/rank<r>.status.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+
+import pytest
+
+import collectives
+
+folder, *targets = sys.argv[1:]
+rank = collectives.world().rank
+with Path(folder, f"rank{rank}.log").open("w", buffering=1) as log, contextlib.redirect_stdout(log):
+    arguments = [
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "addopts=--strict-markers",
+        "-o",
+        "faulthandler_timeout=0",
+        "--tb=short",
+    ]
+    status = int(pytest.main([*arguments, *targets]))
+Path(folder, f"rank{rank}.status").write_text(str(status))
+sys.exit(status)

@@ -1,0 +1,374 @@
+"""What only real ranks can show. Run by `tests/test_mpi.py`, every test on every rank of one job."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from oracle import agree, same
+
+import collectives
+import spmd
+from collectives import ffi, process, testing
+from collectives.launch import launch
+from placements import Mesh, P, Partial, Shard
+
+WORLD = collectives.world()
+RANK, SIZE = WORLD.rank, WORLD.size
+MESH = Mesh(a=SIZE)
+ROWS = P(a=Shard(0))
+X = (np.arange(21, dtype=np.float32) * 7 % 11 - 5).reshape(7, 3)
+
+
+def test_the_communicator_conforms() -> None:
+    """The suite that the simulator passes."""
+    assert testing.check_communicator(WORLD) > 400
+    WORLD.barrier()
+
+
+def test_the_process_is_prepared() -> None:
+    """Launcher found, affinity narrowed to this process's share, dispatch synchronous."""
+    found = launch()
+    assert found is not None
+    assert (found.size, found.rank) == (SIZE, RANK)
+    if found.local_size <= (os.cpu_count() or 1):
+        assert len(os.sched_getaffinity(0)) < (os.cpu_count() or 2)
+    assert jax.config.values["jax_cpu_enable_async_dispatch"] is False
+
+
+def test_shards_are_this_processs() -> None:
+    """One coordinate, its shard; reading it whole raises; full is collective."""
+    x = spmd.distribute(X, ROWS, MESH)
+    assert list(x.shards) == [(RANK,)]
+    np.testing.assert_array_equal(x.local, X[x.layout.index(X.shape, (RANK,))])
+    with pytest.raises(spmd.NotReplicatedError):
+        np.asarray(x)
+    assert f"on {MESH!r}" in repr(x)
+    np.testing.assert_array_equal(x.full(), X)
+    np.testing.assert_array_equal(np.asarray(x.redistribute(P())), X)
+
+
+def test_functions_run_as_in_the_simulator() -> None:
+    """Values, gradients, both runs; the Program is the same, and communicates what it says."""
+    programs = agree(lambda x, w: jnp.tanh(x @ w) @ w.T, [X, X[:3]], [ROWS, P(a=Shard(1))], [MESH], compiled=True)
+    simulated = spmd.jit(
+        lambda x, w: jnp.tanh(x @ w) @ w.T,
+        mesh=Mesh(a=SIZE, backend="simulated"),
+        in_placements=(ROWS, P(a=Shard(1))),
+    )
+    expected = [(c.name, c.bytes) for c in simulated.lower(X, X[:3]).collectives]
+    assert [(c.name, c.bytes) for c in programs[0].collectives] == expected
+
+
+DTYPES = (
+    "bool int4 uint4 int8 uint8 int16 uint16 int32 uint32 float8_e4m3fn float8_e5m2 float16 bfloat16 float32 complex64"
+).split()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes(dtype: str) -> None:
+    """Movement and reductions of every dtype that jnp.zeros takes, as in the simulator."""
+    values = jnp.asarray((np.arange(10) * 5 % 7 - 3).reshape(5, 2)).astype(dtype)
+    ops = ["sum", "prod", "max", "min"]
+    if dtype == "bool":
+        ops = ["and", "or", "xor", "prod", "max", "min"]
+    elif dtype == "complex64":
+        ops = ["sum", "prod", "mean"]
+    elif "int" in dtype:
+        ops += ["and", "or", "xor"]
+    x = spmd.distribute(values, ROWS, MESH)
+    for target in (P(), P(a=Shard(1))):
+        assert np.asarray(x.redistribute(target).full()).tobytes() == np.asarray(values).tobytes()
+    for op in ops:
+        pieces = [jnp.roll(values, rank) for rank in range(SIZE)]
+        mine = spmd.from_local(pieces[RANK], P(a=Partial(op)), MESH)
+        model = Mesh(a=SIZE, backend="simulated")
+        expected = spmd.from_local(pieces, P(a=Partial(op)), model).full()
+        np.testing.assert_array_equal(np.asarray(mine.full()), np.asarray(expected))
+
+
+def test_64_bit_dtypes() -> None:
+    """With x64 on."""
+    with jax.enable_x64(True):
+        for dtype in ("int64", "uint64", "float64", "complex128"):
+            values = jnp.asarray(np.arange(10).reshape(5, 2) - 3, dtype)
+            same(
+                spmd.jit(lambda x: (x.sum(0), x.T @ x)[1], mesh=MESH, in_placements=ROWS)(values),
+                values.T @ values,
+                MESH,
+            )
+
+
+def test_max_and_min_carry_nan_to_every_rank() -> None:
+    """Whichever rank holds it; signed zeros and infinities in order."""
+    for holder in range(SIZE):
+        piece = np.float32([np.nan if RANK == holder else RANK, -RANK, np.inf if RANK else -np.inf])
+        for op, rest in (("max", [0, np.inf if SIZE > 1 else -np.inf]), ("min", [1 - SIZE, -np.inf])):
+            found = spmd.from_local(piece, P(a=Partial(op)), MESH).full()
+            assert np.isnan(found[0])
+            assert found[1:].tolist() == rest
+
+
+def test_typed_keys_move() -> None:
+    """split, shard, gather, broadcast: the dtype is kept."""
+    keys = jax.random.split(jax.random.key(3), 5)
+    placed = spmd.distribute(keys, ROWS, MESH)
+    assert np.array_equal(jax.random.key_data(placed.full()), jax.random.key_data(keys))
+    mine = jax.random.key(RANK)
+    first = spmd.distribute(mine, P(), MESH, source=0)
+    assert np.array_equal(jax.random.key_data(first.full()), jax.random.key_data(jax.random.key(0)))
+
+
+def test_making_arrays() -> None:
+    """from_local, uneven and moved; from_callback; a source; errors alike on every rank."""
+    piece = X[:2] + RANK
+    whole = np.concatenate([X[:2] + rank for rank in range(SIZE)])
+    same(spmd.from_local(piece, ROWS, MESH), whole, MESH)
+    pieces = np.split(whole, np.cumsum([1] * (SIZE - 1)))
+    if SIZE > 2:
+        with pytest.raises(spmd.ArgumentError, match="exchange=True"):
+            spmd.from_local(pieces[RANK], ROWS, MESH)
+    same(spmd.from_local(pieces[RANK], ROWS, MESH, exchange=True), whole, MESH)
+    if SIZE > 1:
+        with pytest.raises(spmd.ArgumentError, match="should hold the same values"):
+            spmd.from_local(piece, P(), MESH)
+        with pytest.raises(spmd.ArgumentError, match="differ in dtype"):
+            spmd.from_local(piece.astype(np.float32 if RANK else np.int32), ROWS, MESH)
+    same(spmd.distribute(X + RANK, ROWS, MESH, source=SIZE - 1), X + SIZE - 1, MESH)
+    seen = []
+    same(spmd.from_callback(lambda index: (seen.append(index), X[index])[1], X.shape, ROWS, MESH), X, MESH)
+    assert len(seen) == 1
+
+
+def test_donation_d10() -> None:
+    """Donate, constrain, return updated: the right value; the old handle raises."""
+    step = spmd.jit(lambda s: spmd.constrain(s + 1, ROWS), mesh=MESH, donate_argnums=0, in_placements=ROWS)
+    state = spmd.distribute(X, ROWS, MESH)
+    new = state
+    for _ in range(3):
+        new = step(new)
+    same(new, X + 3, MESH)
+    with pytest.raises(spmd.DeletedError):
+        state.full()
+
+
+def test_divergence_is_an_error_on_every_rank_and_the_job_goes_on() -> None:
+    """F3: other programs, shapes, dtypes, orders of axes, cached or not; dict keys in another order are none."""
+    if SIZE == 1:
+        pytest.skip("one rank cannot diverge")
+    sums = spmd.jit(lambda x: x.sum(), mesh=MESH, in_placements=ROWS)
+    means = spmd.jit(lambda x: x.mean(), mesh=MESH, in_placements=ROWS)
+    for _ in range(2):
+        with pytest.raises(collectives.DivergenceError, match=r"(?s)first line that differs.*rank 0.*rank 1"):
+            (means if RANK == 1 else sums)(X)
+        with pytest.raises(collectives.DivergenceError):
+            sums(X[:6] if RANK == 1 else X)
+        with pytest.raises(collectives.DivergenceError):
+            sums(X.astype(np.int32) if RANK == 0 else X)
+        assert float(sums(X)) == X.sum()
+    tree = {"p": X, "q": X + 1} if RANK else {"q": X + 1, "p": X}
+    same(spmd.jit(lambda t: t["p"] - t["q"], mesh=MESH)(tree), -np.ones_like(X), MESH)
+
+
+def test_values_that_should_be_equal_are_compared() -> None:
+    """Another whole array on one rank is an error on all, at a program's first run."""
+    if SIZE == 1:
+        pytest.skip("one rank cannot differ")
+    f = spmd.jit(lambda x: x * 2, mesh=MESH, in_placements=ROWS)
+    with pytest.raises(collectives.DivergenceError, match="different values"):
+        f(X + (RANK == SIZE - 1))
+    same(f(X), 2 * X, MESH)
+
+
+def test_meshes_that_do_not_fit() -> None:
+    """F19: more coordinates than processes, or a rank that does not exist, is an error when something runs."""
+    with pytest.raises(collectives.BackendError, match=f"has {SIZE + 1} ranks, and the job {SIZE} processes"):
+        spmd.zeros(4, ROWS, Mesh(a=SIZE + 1))
+    with pytest.raises(collectives.BackendError, match="no back end is called"):
+        spmd.zeros(4, ROWS, Mesh(a=SIZE, backend="smoke"))
+    if SIZE > 1:
+        part = Mesh(a=SIZE - 1, ranks=range(SIZE - 1))
+        if RANK == SIZE - 1:
+            with pytest.raises(collectives.BackendError, match="is not on"):
+                spmd.zeros(4, ROWS, part)
+        else:
+            same(spmd.jit(lambda x: x @ x.T, mesh=part, in_placements=ROWS)(X), X @ X.T, part)
+
+
+def test_halves_of_the_world_are_independent_f8() -> None:
+    """Two meshes over disjoint ranks run other programs, of other sizes, at once; submeshes of one too."""
+    if SIZE < 4:
+        pytest.skip("needs four ranks")
+    half = Mesh(a=2, ranks=[0, 1] if RANK < 2 else [2, 3])
+    x = X if RANK < 2 else X[:5]
+    for _ in range(3 + RANK // 2):
+        same(spmd.jit(lambda x: x.T @ x, mesh=half, in_placements=ROWS)(x), x.T @ x, half)
+    grid = Mesh(a=2, b=2)
+    row = grid.submesh("b", a=RANK // 2)
+    same(
+        spmd.jit(lambda x: x.sum(0), mesh=row, in_placements=P(b=Shard(0)))(X + RANK // 2), (X + RANK // 2).sum(0), row
+    )
+
+
+def test_permuted_ranks() -> None:
+    """Coordinates in reverse order of the ranks."""
+    mesh = Mesh(a=SIZE, ranks=range(SIZE)[::-1])
+    x = spmd.distribute(X, ROWS, mesh)
+    assert list(x.shards) == [(SIZE - 1 - RANK,)]
+    same(x, X, mesh)
+    agree(lambda x: x.T @ x, [X], [ROWS], [mesh])
+
+
+def test_a_users_own_traffic_is_apart_f7() -> None:
+    """Messages on COMM_WORLD with our tag, between and during our programs."""
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    other = np.empty(3)
+    right, left = (RANK + 1) % SIZE, (RANK - 1) % SIZE
+    pending = comm.Irecv(other, left, 7)
+    f = spmd.jit(lambda x: x.sum(0), mesh=MESH, in_placements=ROWS)
+    for _ in range(3):
+        same(f(X), X.sum(0), MESH)
+    comm.Send(np.full(3, float(RANK)), right, 7)
+    pending.Wait()
+    assert other.tolist() == [float(left)] * 3
+
+
+def reduce_in(token: Any, x: Any, scale: float = 1.0) -> tuple[Any, Any]:
+    """A sum over the world, as a custom call."""
+    world: Any = WORLD
+    prepare = lambda transfer: world.prepare(transfer, lambda: "test")  # noqa: E731
+    return ffi.collective(token, x * scale, "all_reduce", RANK, SIZE, prepare, op="sum")
+
+
+SUM = float(sum(range(1, SIZE + 1)))
+
+
+def test_the_token_keeps_count_and_order() -> None:
+    """Equal calls are not merged, unused ones not dropped, and independent ones stay in order: else ranks would deadlock."""
+
+    @jax.jit
+    def f(token: Any, x: Any) -> Any:
+        token, a = reduce_in(token, x)
+        token, b = reduce_in(token, x)
+        token, _ = reduce_in(token, x * 3)  # unused
+        token, c = reduce_in(token, jnp.sin(x))
+        return token, a, b, c
+
+    before = len(ffi._RUNS)
+    calls: list[int] = []
+    compiled = f.lower(ffi.new_token(), jnp.ones(4)).compile()
+    text = compiled.as_text()
+    assert text.count('custom_call_target="spmd_collective"') == 4
+    runs = ffi._RUNS[before:]
+    for number, run in enumerate(runs, before):
+        ffi._RUNS[number] = lambda a, b, run=run, number=number: (calls.append(number), run(a, b))[1]
+    token, a, b, _ = compiled(ffi.new_token(), jnp.ones(4) * (RANK + 1))
+    assert calls == list(range(before, before + 4))
+    assert a.tolist() == b.tolist() == [SUM] * 4
+
+
+def test_loops_stay_compiled() -> None:
+    """Collectives in scan, fori_loop, while (condition and body), cond and switch run as often as they should."""
+
+    @jax.jit
+    def f(token: Any, x: Any) -> Any:
+        def body(carry: Any, row: Any) -> Any:
+            token, total = reduce_in(carry[0], row)
+            return (token, carry[1] + total), total.sum()
+
+        (token, total), ys = lax.scan(body, (token, jnp.zeros(3)), x)
+
+        def step(i: Any, carry: Any) -> Any:
+            return reduce_in(carry[0], carry[1] / SIZE)
+
+        token, mean = lax.fori_loop(0, 5, step, (token, jnp.float32(7)))
+
+        def condition(carry: Any) -> Any:
+            return carry[1] < 100
+
+        def grow(carry: Any) -> Any:
+            token, value = reduce_in(carry[0], carry[1])
+            return token, value + 1
+
+        token, grown = lax.while_loop(condition, grow, (token, jnp.float32(1)))
+        token, chosen = lax.cond(total.sum() > -1e9, reduce_in, lambda t, x: (t, x), token, jnp.ones(2))
+        token, switched = lax.switch(1, [lambda t, x: (t, x), reduce_in, lambda t, x: (t, -x)], token, jnp.ones(2))
+        return token, total, ys, mean, grown, chosen, switched
+
+    rows = jnp.arange(12.0).reshape(4, 3) + RANK
+    expected_rows = sum(np.arange(12.0).reshape(4, 3) + rank for rank in range(SIZE))
+    _, total, ys, mean, grown, chosen, switched = f(ffi.new_token(), rows)
+    np.testing.assert_allclose(total, expected_rows.sum(0))
+    np.testing.assert_allclose(ys, expected_rows.sum(1))
+    value = 1.0
+    while value < 100:
+        value = value * SIZE + 1
+    assert (float(mean), float(grown)) == (pytest.approx(7), value)
+    assert chosen.tolist() == switched.tolist() == [SIZE] * 2
+
+
+def test_a_condition_with_a_collective() -> None:
+    """The predicate of a while is itself a sum over the ranks."""
+
+    @jax.jit
+    def f(token: Any, x: Any) -> Any:
+        def condition(carry: Any) -> Any:
+            return carry[2]
+
+        def body(carry: Any) -> Any:
+            token, total = reduce_in(carry[0], carry[1])
+            return token, carry[1] + 1, total < 50
+
+        return lax.while_loop(condition, body, (token, x, jnp.bool_(True)))
+
+    _, x, _ = f(ffi.new_token(), jnp.float32(RANK))
+    steps = next(n for n in range(100) if sum(range(SIZE)) + n * SIZE >= 50)
+    assert float(x) == RANK + steps + 1
+
+
+def test_empty_buffers_and_donation_of_the_token() -> None:
+    """Arrays without elements; the token is aliased from input to output, and may be donated."""
+    f = jax.jit(reduce_in, donate_argnums=0)
+    token = ffi.new_token()
+    for _ in range(3):
+        token, empty = f(token, jnp.zeros((0, 3)))
+    assert empty.shape == (0, 3)
+    same(spmd.jit(lambda x: (x.sum(0), x @ x.T)[0], mesh=MESH, in_placements=ROWS)(X[:1]), X[:1].sum(0), MESH)
+    same(
+        spmd.jit(lambda x: x.max(0, initial=-9.0), mesh=MESH, in_placements=ROWS)(X[:0]),
+        np.full(3, -9.0, np.float32),
+        MESH,
+    )
+
+
+def test_large_messages_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The paths for counts beyond the limit of one MPI call, with the limit lowered."""
+    from collectives import mpi
+
+    monkeypatch.setattr(mpi, "LIMIT", 4)
+    assert testing.check_communicator(WORLD) > 400
+
+
+def test_compiled_loops_stay_one_executable() -> None:
+    """A training-like loop in Python reuses one executable; nothing is registered anew."""
+    f = spmd.jit(
+        lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), mesh=MESH, in_placements=(P(), ROWS)
+    )
+    w = np.float32([1, -2, 3])
+    expected = jnp.asarray(w)
+    count = None
+    placed: Any = w
+    for _ in range(4):
+        placed = f(placed, X)
+        expected = expected - 0.1 * jax.grad(lambda w: jnp.mean((X @ w) ** 2))(expected)
+        count = len(ffi._RUNS) if count is None else count
+    np.testing.assert_allclose(placed.full(), expected, rtol=1e-4)
+    assert len(ffi._RUNS) <= count + 2
+    assert process.on_mesh(MESH).poison is None

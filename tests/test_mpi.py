@@ -1,0 +1,188 @@
+"""Real ranks: `mpiexec` launches the tests of `tests/ranks`, the value cases again, the examples, and the table of faults.
+
+One launch for each rank count runs all cases of that count; each fault has a launch of its own. Skipped, with the reason,
+where no mpiexec and mpi4py are installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+pytestmark = pytest.mark.skipif(
+    MPIEXEC is None or importlib.util.find_spec("mpi4py") is None,
+    reason="needs mpiexec and mpi4py: pip install '.[mpich]'",
+)
+
+
+def is_open_mpi() -> bool:
+    assert MPIEXEC is not None
+    out = subprocess.run([MPIEXEC, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
+    return "Open MPI" in out or "Open RTE" in out or "PRRTE" in out or "prte" in out
+
+
+def mpiexec(n: int, *command: str, timeout: float, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run a command on n ranks; a launch that does not end in time is killed, and fails the test."""
+    assert MPIEXEC is not None
+    extra = ["--allow-run-as-root", "--oversubscribe"] if is_open_mpi() else []
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("OMPI_", "PMI"))}
+    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(TESTS), "PYTHONUNBUFFERED": "1", **environ}
+    return subprocess.run(
+        [MPIEXEC, *extra, "-n", str(n), sys.executable, *command],
+        capture_output=True, text=True, errors="replace", timeout=timeout, env=env, cwd=TESTS.parent, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_ranks(n: int, tmp_path: Path) -> None:
+    """Every test for real ranks, and the value cases, on n ranks; each rank's log is shown where one fails."""
+    targets = [str(TESTS / "ranks" / "test_ranks.py"), str(TESTS / "test_cases.py")]
+    done = mpiexec(n, str(TESTS / "ranks" / "run.py"), str(tmp_path), *targets, timeout=400, SPMD_TIMEOUT="60")
+    logs = {path.stem: path.read_text() for path in sorted(tmp_path.glob("*.log"))}
+    statuses = [path.read_text() for path in sorted(tmp_path.glob("*.status"))]
+    shown = "\n".join(f"--- {name}\n{log[-3000:]}" for name, log in logs.items())
+    assert done.returncode == 0, f"{shown}\n--- stderr\n{done.stderr[-3000:]}"
+    assert statuses == ["0"] * n, shown
+    counts = {re.search(r"(\d+) passed", log).group(1) for log in logs.values()}  # type: ignore[union-attr]
+    assert len(counts) == 1, "the ranks ran different numbers of tests"
+
+
+def test_the_main_job_under_mpiexec() -> None:
+    """The same file, on 1 to 4 real ranks and simulated: the first 50 losses agree, and so do the accuracies."""
+    script = textwrap.dedent(
+        """
+        import json, sys, jax
+        sys.argv = ["train_digits.py"]
+        sys.path.insert(0, "examples")
+        import collectives, train_digits as t
+        from placements import Mesh
+        jax.config.update("jax_enable_x64", True)
+        result = t.train(Mesh(dp=collectives.world().size), t.load("float64"), 20, 256, 50, quiet=True)
+        if collectives.world().rank == 0:
+            print("LOSSES", json.dumps(result.losses))
+        """
+    )
+    curves = []
+    for n in (1, 2, 3, 4):
+        done = mpiexec(n, "-c", script, timeout=120)
+        assert done.returncode == 0, done.stderr[-3000:]
+        curves.append([float(x) for x in re.findall(r"[\d.e-]+", done.stdout.split("LOSSES")[1])])
+    for curve in curves:
+        assert len(curve) == 50
+        assert curve == pytest.approx(curves[0], rel=1e-9)
+    accuracies = []
+    for n in (2, 4):
+        done = mpiexec(n, "examples/train_digits.py", timeout=120)
+        assert done.returncode == 0, done.stderr[-3000:]
+        accuracies.append(float(re.search(r"([\d.]+)% of 359", done.stdout).group(1)))  # type: ignore[union-attr]
+    assert min(accuracies) >= 97
+    assert max(accuracies) - min(accuracies) <= 100 * 3 / 359 + 0.1
+
+
+PRELUDE = """
+import sys, os, time, signal
+import numpy as np, jax, jax.numpy as jnp
+import collectives, spmd
+from placements import Mesh, P, Shard
+world = collectives.world(); rank, size = world.rank, world.size
+mesh = Mesh(a=size)
+f = spmd.jit(lambda x: x.sum(0), mesh=mesh, in_placements=P(a=Shard(0)))
+x = np.arange(6., dtype=np.float32)
+f(x)
+"""
+
+FAULTS: dict[str, tuple[int, str, str, bool]] = {
+    "raise on one rank": (3, "if rank == 0: raise ValueError('the reason')\nf(x)", "ValueError: the reason", False),
+    "sys.exit with a status": (3, "if rank == 1: sys.exit(3)\nf(x)", "rank 1 exits with status 3", False),
+    "an error while tracing on one rank": (
+        2, "g = spmd.jit(lambda x: x + (1 / 0 if rank else 1), mesh=mesh)\ng(x)", "ZeroDivisionError", False,
+    ),
+    "leaving early": (2, "if rank == 0: sys.exit(0)\nf(x)", "rank 0 has left", False),
+    "a rank that never comes": (2, "if rank == 1: time.sleep(30)\nf(x)", "not done after 4 s", False),
+    "only one rank gathers": (2, "y = f(x).redistribute(P(a=Shard(0))) if 0 else spmd.distribute(x, P(a=Shard(0)), mesh)\nprint(y)\nif rank == 0: y.full()\nelse: f(x)", "launch different programs", False),
+    "an error caught and the work continued": (
+        2,
+        "g = spmd.jit(lambda x: x * 2 + x.sum(), mesh=mesh, in_placements=P(a=Shard(0)))\n"
+        "try:\n"
+        "    if rank == 1: time.sleep(8)\n"
+        "    f(x)\n"
+        "except collectives.TransportError as e: print('caught', e)\n"
+        "try: g(x)\n"
+        "except collectives.TransportError as e: print('again:', e); raise",
+        "is poisoned", False,
+    ),
+    "Ctrl-C": (
+        2,
+        "if rank == 0:\n"
+        "    import threading\n"
+        "    threading.Timer(2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()\n"
+        "    f(x)\n"
+        "time.sleep(20)",
+        "KeyboardInterrupt", False,
+    ),
+    "a forked child is no rank": (
+        2, "pid = os.fork()\nif pid == 0: sys.exit(5)\nos.waitpid(pid, 0)\nf(x)\nprint('fine')", "fine", True,
+    ),
+    "a caught exit is forgotten": (
+        2, "try: sys.exit(2)\nexcept SystemExit: pass\nf(x)\nprint('fine')", "fine", True,
+    ),
+    "a normal end at different times": (2, "time.sleep(2 * rank)\nprint('fine')", "fine", True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(FAULTS))
+def test_fault(name: str) -> None:
+    """The job ends in time, non-zero where something failed, and says what happened."""
+    n, body, message, fine = FAULTS[name]
+    start = time.monotonic()
+    done = mpiexec(n, "-W", "ignore", "-c", PRELUDE + body, timeout=60, SPMD_TIMEOUT="4")
+    elapsed = time.monotonic() - start
+    text = done.stdout + done.stderr
+    assert message in text, text[-3000:]
+    assert (done.returncode == 0) is fine, text[-3000:]
+    assert elapsed < 30
+
+
+def test_a_launcher_of_another_mpi() -> None:
+    """Processes announced, but the library sees a world of one: an error that names both."""
+    script = "import collectives; collectives.world()"
+    env = {**os.environ, "WORLD_SIZE": "2", "RANK": "0", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=env, check=False
+    )
+    assert done.returncode != 0
+    assert "announced 2 processes (WORLD_SIZE), but the MPI library sees 1" in done.stderr
+
+
+@pytest.mark.slow
+def test_messages_beyond_two_gibibytes(tmp_path: Path) -> None:
+    """An array of 2^31 + 8 bytes broadcast, and a gather whose total passes 2^31 (needs some 14 GB)."""
+    script = textwrap.dedent(
+        """
+        import numpy as np, collectives
+        world = collectives.world()
+        n = 2**31 + 8
+        x = np.zeros(n, np.int8)
+        if world.rank == 0: x[-1], x[0] = 5, 3
+        y = world.broadcast(x, root=0)
+        assert (y[0], y[-1]) == (3, 5)
+        del x, y
+        half = np.full(2**30 + 5, world.rank + 1, np.int8)
+        whole = world.all_gather(half, dim=0, sizes=(len(half),) * 2)
+        assert len(whole) == 2 * len(half) and whole[0] == 1 and whole[-1] == 2
+        print("moved")
+        """
+    )
+    done = mpiexec(2, "-c", script, timeout=300)
+    assert "moved" in done.stdout, done.stderr[-3000:]
