@@ -15,6 +15,7 @@ import functools
 import itertools
 import os
 import sys
+import time
 import traceback
 import zlib
 from collections.abc import Callable, Sequence
@@ -290,4 +291,5 @@ def _abort(status: int) -> None:
 
     sys.stdout.flush()
     sys.stderr.flush()
+    time.sleep(0.3)  # launchers drop what they have not forwarded when a job is aborted
     mpi.abort(status or 1)

@@ -41,7 +41,8 @@ class Transfer:
     """One operation on flat buffers: its kind, the dtype of the items, how many go in and come out.
 
     all_reduce and reduce_scatter: `op`, and `counts` per member. all_gather, all_to_all: `sends` and `counts` (received) per
-    member, and `total` over all members, by which all of them choose alike how to send. broadcast: `root`. exchange: pieces sent and received; a piece whose member is oneself is copied.
+    member, and `total` over all members, by which all of them choose alike how to send. broadcast: `root`. exchange: pieces
+    sent and received; a piece whose member is oneself is copied.
     """
 
     kind: str

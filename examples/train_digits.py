@@ -3,6 +3,7 @@
 The step is written for whole arrays, as for one machine. The placements say that the batch is sharded and the rest
 replicated; from them follow the all_reduce of each gradient and of the loss, which `--program` prints.
 
+    mpiexec -n 4 python examples/train_digits.py # on four processes
     python examples/train_digits.py              # four ranks, simulated in this process
     python examples/train_digits.py --ranks 3    # 256 rows over 3 ranks: shards need not be equal
 """

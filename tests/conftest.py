@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import zlib
 from pathlib import Path
 from types import ModuleType
 
@@ -20,6 +21,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip the slow tests without `--all`; of the value cases keep the part that SPMD_TEST_PART=i/k names."""
+    part, _, parts = os.environ.get("SPMD_TEST_PART", "").partition("/")
+    if parts:
+        items[:] = [
+            item
+            for item in items
+            if "test_cases" not in item.nodeid or zlib.crc32(item.nodeid.encode()) % int(parts) == int(part)
+        ]
     if not config.getoption("--all"):
         for item in items:
             if "slow" in item.keywords:

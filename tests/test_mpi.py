@@ -45,10 +45,14 @@ def mpiexec(n: int, *command: str, timeout: float, **environ: str) -> subprocess
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_ranks(n: int, tmp_path: Path) -> None:
-    """Every test for real ranks, and the value cases, on n ranks; each rank's log is shown where one fails."""
+def test_ranks(n: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Every test for real ranks, and the value cases, on n ranks; each rank's log is shown where one fails.
+
+    Without `--all` each case runs on two ranks, and on three or on four.
+    """
+    part = {} if n == 2 or request.config.getoption("--all") else {"SPMD_TEST_PART": f"{n - 3}/2"}
     targets = [str(TESTS / "ranks" / "test_ranks.py"), str(TESTS / "test_cases.py")]
-    done = mpiexec(n, str(TESTS / "ranks" / "run.py"), str(tmp_path), *targets, timeout=400, SPMD_TIMEOUT="60")
+    done = mpiexec(n, str(TESTS / "ranks" / "run.py"), str(tmp_path), *targets, timeout=400, SPMD_TIMEOUT="60", **part)
     logs = {path.stem: path.read_text() for path in sorted(tmp_path.glob("*.log"))}
     statuses = [path.read_text() for path in sorted(tmp_path.glob("*.status"))]
     shown = "\n".join(f"--- {name}\n{log[-3000:]}" for name, log in logs.items())
@@ -110,7 +114,11 @@ FAULTS: dict[str, tuple[int, str, str, bool]] = {
     ),
     "leaving early": (2, "if rank == 0: sys.exit(0)\nf(x)", "rank 0 has left", False),
     "a rank that never comes": (2, "if rank == 1: time.sleep(30)\nf(x)", "not done after 4 s", False),
-    "only one rank gathers": (2, "y = f(x).redistribute(P(a=Shard(0))) if 0 else spmd.distribute(x, P(a=Shard(0)), mesh)\nprint(y)\nif rank == 0: y.full()\nelse: f(x)", "launch different programs", False),
+    "only one rank gathers": (
+        2,
+        "y = spmd.distribute(x, P(a=Shard(0)), mesh)\nprint(y)\nif rank == 0: y.full()\nelse: f(x)",
+        "launch different programs", False,
+    ),
     "an error caught and the work continued": (
         2,
         "g = spmd.jit(lambda x: x * 2 + x.sum(), mesh=mesh, in_placements=P(a=Shard(0)))\n"

@@ -13,10 +13,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from collectives.jax_compat import primitive
+from placements import Mesh
 from spmd.errors import RuleError
 from spmd.factors import Passes, Rule
 from spmd.rules import RULES, rule_of
-from spmd.testing import check_rule
+from spmd.testing import MESHES, check_rule
 
 Array = np.ndarray[Any, Any]
 
@@ -251,10 +252,11 @@ ROWS: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", sorted(ROWS))
-def test_row(name: str) -> None:
-    """Every strategy of the row gives the shards or parts of the whole result."""
+def test_row(name: str, request: pytest.FixtureRequest) -> None:
+    """Every strategy of the row gives the shards or parts of the whole result; with `--all` on more meshes."""
     function, args = ROWS[name]
-    counts = check_rule(function, *args)
+    meshes = MESHES if request.config.getoption("--all") else (Mesh(a=2), Mesh(a=4), Mesh(a=2, b=2))
+    counts = check_rule(function, *args, meshes=meshes)
     assert sum(counts.values()) > 0
 
 
