@@ -134,7 +134,8 @@ def _reduce_scatter(p: Prepared, source: int, target: int) -> Iterator[Start]:
 
 def _all_to_all(p: Prepared, source: int, target: int) -> Iterator[Start]:
     t, comm = p.transfer, p.communicator.comm
-    if t.total > LIMIT:
+    if t.total > LIMIT or 0 in t.sends or 0 in t.counts:
+        # Open MPI's Ialltoallv does not end where one member receives nothing. A zero is seen by all members or by none.
         outgoing = [Piece(i, sum(t.sends[:i]), count) for i, count in enumerate(t.sends)]
         incoming = [Piece(i, sum(t.counts[:i]), count) for i, count in enumerate(t.counts)]
         yield from _pieces(p, source, target, outgoing, incoming)

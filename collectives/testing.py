@@ -119,8 +119,8 @@ def _movements(size: int, dtype: str) -> Iterator[Case]:
 
 
 def _transpose(size: int, dtype: str, length: int) -> Case:
-    whole = values((length, 4, 3), dtype, 2)
-    rows, columns = _chunks(length, size), _chunks(3, size)
+    whole = values((length, 4, 2), dtype, 2)
+    rows, columns = _chunks(length, size), _chunks(2, size)
     inputs = tuple(np.split(whole, np.cumsum(rows)[:-1], axis=0))
     outputs = tuple(np.split(whole, np.cumsum(columns)[:-1], axis=2))
     return Case("all_to_all", {"dim": 0, "sizes": rows, "to_dim": 2, "to_sizes": columns}, inputs, outputs)

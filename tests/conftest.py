@@ -13,7 +13,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import pytest
 
+from collectives.launch import launch
+
 ROOT = Path(__file__).parents[1]
+collect_ignore = [] if launch() is not None else ["ranks"]
+"""The tests of `ranks` run under mpiexec alone; `test_mpi.py` launches them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
