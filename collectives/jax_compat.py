@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 import jax.extend.core
 import jax.extend.core.primitives as _extend_primitives
+import numpy as np
 from jax import lax
+from jax._src import array as _array
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
@@ -103,6 +105,11 @@ def identity_primitive(name: str) -> Primitive:
     made.def_impl(lambda value, *others, **params: value)
     mlir.register_lowering(made, lambda ctx, value, *others, **params: [value])
     return made
+
+
+def is_concrete(value: Any) -> bool:
+    """Whether a value is an array of JAX's or numpy's, and no tracer."""
+    return type(value) is _array.ArrayImpl or type(value) is np.ndarray
 
 
 def backend_exists() -> bool:

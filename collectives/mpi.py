@@ -260,6 +260,11 @@ class MpiCommunicator(Communicator):
         """Return when every member has called it."""
         wait(self.comm.Ibarrier().Test, lambda: "barrier", self.left)
 
+    def largest(self, send: np.ndarray[Any, Any], receive: np.ndarray[Any, Any]) -> Callable[[], Any]:
+        """A function that starts an all_reduce by max of one array into another, and returns the request."""
+        kind = TYPES[send.dtype]
+        return functools.partial(self.comm.Iallreduce, [send, send.size, kind], [receive, receive.size, kind], MPI.MAX)
+
     def subgroup(self, ranks: tuple[int, ...], tag: int) -> MpiCommunicator:
         """The communicator of some members (indices here), in that order. They all call it, with one tag."""
         group = self.comm.Get_group().Incl(list(ranks))

@@ -129,6 +129,7 @@ class MeshProcess:
         self.token: Any = None
         self._words = np.zeros(4, np.uint64)
         self._largest = np.zeros(4, np.uint64)
+        self._start: Callable[[], Any] = self.agreement.largest(self._words, self._largest)
 
     def group(self, axes: tuple[str, ...]) -> Any:
         """The communicator along `axes`, members in their order. Collective over the mesh the first time."""
@@ -163,13 +164,11 @@ class MeshProcess:
         mask = (1 << 64) - 1
         self._words[:] = (digest, digest ^ mask, self.calls, self.calls ^ mask)
         self._compare()
-        if not np.array_equal(self._words, self._largest):
+        if self._words.tobytes() != self._largest.tobytes():
             self._explain(text())
 
     def _compare(self) -> None:
-        from collectives.mpi import MPI
-
-        request = self.agreement.comm.Iallreduce(self._words, self._largest, MPI.MAX)
+        request = self._start()
         if not request.Test():
             try:
                 watch.wait(request.Test, lambda: f"launch {self.calls} on {self.mesh!r}", self.agreement.left)

@@ -317,6 +317,7 @@ def _with_kept(stated: P, current: P, layout: Layout) -> P:
     return P(**{axis: now.get(axis, Replicate()) if placement is None else placement for axis, placement in named})
 
 
+@functools.cache
 def with_unit_axes(layout: Layout, stated: P | None) -> P:
     """The placements of a layout, with what was stated for the axes of size 1, which a layout does not keep."""
     named = dict(layout.placements.named)
