@@ -138,9 +138,8 @@ def main() -> None:
     print(MPI.Get_library_version().splitlines()[0][:40], f"jax {jax.__version__}, {WORLD.size} ranks")
     for name, row in rows.items():
         raw, ours = row["raw mpi4py"], row["ours"]
-        print(
-        print(f"  all_reduce of {name}: raw {raw:.2f} us, in a compiled loop {ours:.2f} us: +{ours - raw:.2f}, x{ours / raw:.2f}")
-        )
+        print(f"  all_reduce of {name}: raw {raw:.2f} us, in a compiled loop {ours:.2f} us", end=": ")
+        print(f"+{ours - raw:.2f}, x{ours / raw:.2f}")
     decorated, unchecked, plain = (call[name] for name in ("spmd.jit", "unchecked", "jax.jit"))
     print(f"  one call: spmd.jit {decorated:.1f} us, without the agreement {unchecked:.1f}, jax.jit {plain:.1f}")
     print(f"            +{unchecked - plain:.1f} for spmd.jit, +{decorated - unchecked:.1f} for the agreement")

@@ -54,6 +54,7 @@ def test_a2_each_scalar_is_its_own() -> None:
         np.testing.assert_array_equal(spmd.jit(lambda y, k=k: y * k, mesh=TWO)(y).full(), k * whole)
         np.testing.assert_array_equal(spmd.jit(lambda y, k=closed: y * k, mesh=TWO)(y).full(), k * whole)
         np.testing.assert_array_equal(scale(y, k).full(), k * whole)
+        same(spmd.grad(lambda y, k=k: jnp.sum(y * k))(y), np.full_like(whole, k), TWO)
     digests = {spmd.jit(lambda y, k=k: y * k, mesh=TWO).lower(y).digest for k in (2, 3)}
     digests |= {spmd.jit(lambda y, k=jnp.full(3, k): y * k, mesh=TWO).lower(y).digest for k in (2.0, 3.0)}
     assert len(digests) == 4
@@ -89,6 +90,8 @@ def test_a6_bfloat16_parts_are_reduced_after_a_widening_cast() -> None:
     program = cast.lower(x)
     program.check(all_reduce=1)
     assert program.collectives[0].dtype == "float32"
+    gradient = spmd.grad(lambda x: jnp.sum(x.astype(jnp.float32) ** 2))(x)
+    assert (gradient.dtype, gradient.full().tolist()) == (jnp.bfloat16, [528.0])  # 2 * 263, in bfloat16
 
 
 def test_a7_functions_of_parts_see_mixed_signs() -> None:
@@ -341,6 +344,7 @@ def test_g8_meshes_side_by_side() -> None:
     meshes += [Mesh(b=2, a=4).submesh("a", b=1)] if LAUNCH is None else []
     for mesh in meshes:
         same(spmd.jit(lambda x: x @ x.T, mesh=mesh, in_placements=ROWS)(x), x @ x.T, mesh, exact=True)
+        same(spmd.grad(lambda x: jnp.sum((x @ x.T) ** 2))(spmd.distribute(x, ROWS, mesh)), 4 * x @ (x.T @ x), mesh)
     first, second = (spmd.distribute(x, ROWS, mesh) for mesh in meshes[:2])
     with pytest.raises(spmd.ArgumentError, match="is on another mesh than the function's"):
         spmd.jit(jnp.add, mesh=meshes[0])(first, second)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 import jax
@@ -236,19 +237,24 @@ def test_permuted_ranks() -> None:
 
 
 def test_a_users_own_traffic_is_apart_f7() -> None:
-    """Messages on COMM_WORLD with our tag, between and during our programs."""
+    """Messages on COMM_WORLD with our tag, between and during our programs, from another thread too."""
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
     other = np.empty(3)
     right, left = (RANK + 1) % SIZE, (RANK - 1) % SIZE
     pending = comm.Irecv(other, left, 7)
+    threaded = np.empty(2)
+    traffic = threading.Thread(target=lambda: comm.Sendrecv(np.full(2, RANK + 0.5), right, 9, threaded, left, 9))
+    traffic.start()
     f = spmd.jit(lambda x: x.sum(0), mesh=MESH, in_placements=ROWS)
     for _ in range(3):
         same(f(X), X.sum(0), MESH)
     comm.Send(np.full(3, float(RANK)), right, 7)
     pending.Wait()
+    traffic.join(30)
     assert other.tolist() == [float(left)] * 3
+    assert threaded.tolist() == [left + 0.5] * 2
 
 
 def reduce_in(token: Any, x: Any, scale: float = 1.0) -> tuple[Any, Any]:
