@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import keyword
 import math
 import re
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import EllipsisType, FunctionType
-from typing import Any, Final
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,12 +23,13 @@ import numpy as np
 from collectives.jax_compat import UNKNOWN, Literal, Source
 from collectives.primitives import TABLE
 from collectives.simulated import reduction_dtype
-from placements import Layout, Mesh
+from placements import Mesh
 from placements.mesh import Coordinate
 from placements.redistribute import step_bytes, step_us
 from spmd.errors import ArgumentError, CommunicationMismatch
 from spmd.lower import local_jaxpr, shape_key, uneven_splits
-from spmd.propagate import Move, Plan, PlannedEqn, item_sizes
+from spmd.propagate import Plan, item_sizes
+from spmd.text import Naming, program_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +235,7 @@ class Program:
         plan = self.plan
         words = [self.name, repr(plan.mesh), repr(plan.machine), jax.__version__]
         words += [f"{var.aval} {layout}" for var, layout in zip(plan.jaxpr.inputs, plan.arrivals, strict=True)]
-        naming = _Naming(self)
+        naming = Naming(self)
         words += [naming.move(move) for move in plan.entry]
         for planned in plan.eqns:
             moves = " ".join(map(naming.move, planned.moves))
@@ -292,7 +291,7 @@ class Program:
             raise CommunicationMismatch(f"{self.name}{over}: {'; '.join(faults)}. It communicates:\n{table}")
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
+        return "\n".join(program_lines(self))
 
 
 def _nbytes(atom: Any) -> int:
@@ -312,142 +311,3 @@ def _stable(value: Any) -> str:
         code = value.__code__
         return f"{value.__module__}.{value.__qualname__} {code.co_code.hex()} {_stable(code.co_consts)} {code.co_names}"
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
-
-
-class _Naming:
-    """Names for values: those of the inputs, then a, b, ..., z, aa, ab, ... in the order in which they are asked for.
-
-    Axis names and keywords are left out. In a text, a value that moved has a name for each layout.
-    """
-
-    def __init__(self, program: Program) -> None:
-        pairs = zip(program.plan.jaxpr.inputs, program.names, strict=False)
-        self.names: dict[Any, str] = {id(var): name for var, name in pairs}
-        self.taken = {*self.names.values(), *program.mesh.axis_names, *keyword.kwlist}
-        self.count = 0
-
-    def __call__(self, atom: Any) -> str:
-        if isinstance(atom, Literal):
-            return str(np.asarray(atom.val).tolist())
-        if id(atom) not in self.names:
-            self.names[id(atom)] = self.fresh()
-        return self.names[id(atom)]
-
-    def placed(self, atom: Any, layout: Layout) -> str:
-        """The name of a value in a layout: that of the move that brought it there, else its own."""
-        return self.names.get((id(atom), layout)) or self(atom)
-
-    def moved(self, atom: Any, layout: Layout) -> str:
-        """A new name for a value in a layout."""
-        self.names[id(atom), layout] = name = self.fresh()
-        return name
-
-    def same(self, atom: Any, other: Any, layout: Layout) -> None:
-        """Let a value have the name of another."""
-        self.names[id(atom)] = self.placed(other, layout)
-
-    def move(self, move: Move) -> str:
-        """A move with its steps."""
-        steps = " ".join(f"{step.name}{step.axes}>{step.target}" for step in move.steps)
-        return f"{self(move.atom)}:{move.source}:{steps}"
-
-    def fresh(self) -> str:
-        while True:
-            number, word = self.count, ""
-            self.count += 1
-            while number >= 0:
-                number, digit = number // 26 - 1, number % 26
-                word = chr(ord("a") + digit) + word
-            if word not in self.taken:
-                return word
-
-
-SHOWN: Final = (
-    "axes", "axis", "dimension", "dimensions", "permutation", "new_dtype", "y",
-    "start_indices", "limit_indices", "strides", "padding_config", "reverse",
-)  # fmt: skip
-"""The parameters that the text shows; the others follow from the shapes."""
-
-Row = tuple[str, str, str]
-"""One line of the text: what is computed, its local type and placements, a note."""
-
-
-def _lines(program: Program) -> Iterator[str]:
-    """The text: arguments, equations with the moves before them, results, and the sum."""
-    plan, naming = program.plan, _Naming(program)
-    rows = [*_input_rows(program, naming)]
-    sources = {id(move): source for move, source in plan.moves()}
-
-    def moves(items: Iterable[Move]) -> Iterator[Row]:
-        for move in items:
-            yield from _move_rows(program, naming, move, sources[id(move)])
-
-    rows += moves(plan.entry)
-    for planned in plan.eqns:
-        rows += moves(planned.moves)
-        if planned.rule is None and not planned.is_fallback:
-            naming.same(planned.eqn.outvars[0], planned.eqn.invars[0], planned.operands[0])
-        else:
-            rows.append(_equation_row(program, naming, planned))
-    rows += moves(move for move in plan.exits if move is not None)
-    width = min(max((len(left) for left, _, _ in rows), default=0), 60)
-    results = [naming.placed(a, layout) for a, layout in zip(plan.jaxpr.outputs, plan.departures, strict=True)]
-    yield f"{program.name} on {plan.mesh!r}, shapes at {program.at}{_class_note(program)}"
-    yield from (f"  {left:<{width}}  {types}{note}" for left, types, note in rows)
-    yield f"  return {', '.join(results)}"
-    yield _sum(program)
-
-
-def _input_rows(program: Program, naming: _Naming) -> Iterator[Row]:
-    inputs, hidden = program.plan.jaxpr.inputs, len(program.plan.jaxpr.hidden)
-    for index, (var, layout) in enumerate(zip(inputs, program.plan.arrivals, strict=True)):
-        kind = "closed over" if index >= len(inputs) - hidden else "argument"
-        yield f"{kind} {naming(var)}", _typed(program, var.aval, layout), ""
-    for var, _ in program.plan.jaxpr.constants:
-        layout = Layout.replicated(program.mesh, len(var.aval.shape))
-        yield f"constant {naming(var)}", _typed(program, var.aval, layout), ""
-
-
-def _move_rows(program: Program, naming: _Naming, move: Move, source: Source | None) -> Iterator[Row]:
-    sizes = item_sizes(move.atom.aval)
-    for step in move.steps:
-        operand = naming.placed(move.atom, step.source)
-        detail = ", ".join((*step.axes, *((step.op,) if step.op else ())))
-        name = step.name if step.communicates else f"local_{step.name}"
-        where = f"; {source.offset}" if source is not None and source.function else ""
-        note = f"  # {step_bytes(step, sizes)} bytes: {move.reason}{where}" if step.communicates else ""
-        result = naming.moved(move.atom, step.target)
-        yield f"{result} = {name}[{detail}] {operand}", _typed(program, move.atom.aval, step.target), note
-
-
-def _equation_row(program: Program, naming: _Naming, planned: PlannedEqn) -> Row:
-    eqn = planned.eqn
-    operands = " ".join(naming.placed(a, layout) for a, layout in zip(eqn.invars, planned.operands, strict=True))
-    results = " ".join(naming(var) for var in eqn.outvars)
-    shown = {key: eqn.params[key] for key in SHOWN if eqn.params.get(key) is not None and eqn.params[key] is not False}
-    params = ", ".join(f"{key}={value}" for key, value in shown.items())
-    types = [_typed(program, v.aval, layout) for v, layout in zip(eqn.outvars, planned.results, strict=True)]
-    text = f"{results} = {eqn.primitive}{f'[{params}]' if params else ''} {operands}".rstrip()
-    note = f"  # no rule: replicated; {program.plan.jaxpr.source(eqn).offset}" if planned.is_fallback else ""
-    return text, ", ".join(types), note
-
-
-def _typed(program: Program, aval: Any, layout: Layout) -> str:
-    shape = ",".join(map(str, layout.local_shape(aval.shape, program.at)))
-    return f"{aval.dtype}[{shape}] {layout}"
-
-
-def _class_note(program: Program) -> str:
-    others = [str(at) for key, at in program.classes.items() if key != program.shape_class(program.at)]
-    if not others:
-        return ""
-    more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-    return f"; other shapes at {', '.join(others[:3])}{more}"
-
-
-def _sum(program: Program) -> str:
-    count = len(program.collectives)
-    fallbacks = f", {len(program.fallbacks)} fallbacks" if program.fallbacks else ""
-    if not count:
-        return f"no communication{fallbacks}"
-    return f"{count} collective{'s' * (count > 1)}, {program.bytes} bytes received by the busiest rank{fallbacks}"
