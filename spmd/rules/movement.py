@@ -178,6 +178,31 @@ def _concatenate(eqn: JaxprEqn) -> Rule:
     return Rule(tuple(operands), (_singles(len(shape)),), tuple(sizes), (), tuple(replicated), passes, flops=_size(eqn))
 
 
+def _stack(eqn: JaxprEqn) -> Rule:
+    """A new dim, one index for each operand; it is in no operand, and stays whole."""
+    along, shape = eqn.params["axis"], eqn.outvars[0].aval.shape
+    operand = tuple((dim,) for dim in range(len(shape)) if dim != along)
+    passes = (Passes(ANY_OP, tuple(range(len(eqn.invars))), movement=True),)
+    results = (_singles(len(shape)),)
+    return Rule((operand,) * len(eqn.invars), results, shape, (), (along,), passes, flops=_size(eqn))
+
+
+def _unstack(eqn: JaxprEqn) -> Rule:
+    along, shape = eqn.params["axis"], eqn.invars[0].aval.shape
+    result = tuple((dim,) for dim in range(len(shape)) if dim != along)
+    results = (result,) * len(eqn.outvars)
+    return Rule((_singles(len(shape)),), results, shape, (), (along,), MOVES, flops=float(math.prod(shape)))
+
+
+def _tile(eqn: JaxprEqn) -> Rule | None:
+    shape, repetitions = eqn.invars[0].aval.shape, eqn.params["reps"]
+    if len(repetitions) != len(shape):
+        return None
+    untouched = [count == 1 for count in repetitions]
+    operand, results, sizes, replicated = _cut(shape, (eqn.outvars[0].aval.shape,), untouched)
+    return Rule((operand,), results, sizes, replicated=replicated, passes=MOVES, flops=_size(eqn))
+
+
 def _reverse(eqn: JaxprEqn) -> Rule:
     shape = eqn.invars[0].aval.shape
     dims = _singles(len(shape))
@@ -229,5 +254,8 @@ TABLE: Final[dict[str, Callable[[JaxprEqn], Rule | None]]] = {
     "slice": _slice,
     "split": _split,
     "squeeze": _squeeze,
+    "stack": _stack,
+    "tile": _tile,
     "transpose": _transpose,
+    "unstack": _unstack,
 }
