@@ -261,6 +261,7 @@ def _install_hooks() -> None:
         if os.getpid() == owner:
             print(f"rank {world().rank}:", file=sys.stderr)
         hook(kind, value, trace)
+        _EXIT["status"] = 1
         if os.getpid() == owner:
             _abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
@@ -269,8 +270,10 @@ def _install_hooks() -> None:
         leave(status)
 
     def at_exit() -> None:
-        if os.getpid() != owner:
-            return
+        if os.getpid() != owner:  # a forked child must not finalize MPI, which is its parent's
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(int(_EXIT["status"]))
         if _EXIT["status"]:
             print(f"rank {world().rank} exits with status {_EXIT['status']}: the job ends", file=sys.stderr)
             _abort(int(_EXIT["status"]))
