@@ -128,6 +128,12 @@ def register_ffi_lowering(made: Primitive, target: str, callback: Any, attribute
     mlir.register_lowering(made, lower, platform="cpu")
 
 
+def raw_bytes(value: Any) -> bytes:
+    """The memory of an array, for checksums; of a typed key its words."""
+    keys = isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
+    return np.ascontiguousarray(jax.random.key_data(value) if keys else value).tobytes()
+
+
 def as_weak(value: Any) -> Any:
     """The same array with a weak type."""
     return _lax._convert_element_type(value, value.dtype, weak_type=True)

@@ -134,17 +134,16 @@ class MeshProcess:
     def group(self, axes: tuple[str, ...]) -> Any:
         """The communicator along `axes`, members in their order. Collective over the mesh the first time."""
         if axes not in self.groups:
-            position = self.mesh.position(self.coordinate)
-            for members in group_positions(self.mesh, axes):
-                if position in members:
-                    self.groups[axes] = self.communicator.subgroup(members, _tag(self.mesh, axes))
+            self.groups[axes] = self.communicator.subgroup(self._positions(axes), _tag(self.mesh, axes))
         return self.groups[axes]
 
     def members(self, axes: tuple[str, ...]) -> list[Coordinate]:
         """The coordinates of this process's group along `axes`, in order."""
-        position = self.mesh.position(self.coordinate)
-        (found,) = (group for group in group_positions(self.mesh, axes) if position in group)
-        return [self.mesh.coordinate_at(p) for p in found]
+        return [self.mesh.coordinate_at(position) for position in self._positions(axes)]
+
+    def _positions(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+        own = self.mesh.position(self.coordinate)
+        return next(group for group in group_positions(self.mesh, axes) if own in group)
 
     def agree(self, digest: int, text: Callable[[], str]) -> None:
         """Return if all ranks of the mesh launch the same program, as their call of the same number.

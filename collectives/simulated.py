@@ -23,7 +23,7 @@ Arrays = Sequence[jax.Array]
 
 
 def is_small_float(dtype: Any) -> bool:
-    """Whether parts of this dtype are reduced in float32: floats of 16 bits or fewer."""
+    """Whether a dtype is a float of 16 bits or fewer."""
     return bool(jnp.issubdtype(dtype, jnp.floating)) and np.dtype(dtype).itemsize < 4
 
 
@@ -32,7 +32,7 @@ def reduction_dtype(dtype: Any) -> Any:
 
     A sum in 16-bit floats loses digits, and Open MPI's sums of short integers saturate where they should wrap.
     """
-    if jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4:
+    if is_small_float(dtype):
         return np.dtype(np.float32)
     if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 32:
         return np.dtype(np.int32 if jnp.issubdtype(dtype, jnp.signedinteger) else np.uint32)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 import sys
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -263,9 +262,13 @@ class SpmdFunction:
         if self.options.check is not None:
             program.check(**self.options.check)
         avals = tuple(atom.aval for atom in jaxpr.outputs)
-        donated = tuple(
-            at for at, leaf in enumerate(leaves) if re.split(r"[\[.]", leaf.path)[0] in self.signature.donated
-        )
+        owners = [
+            name
+            for name, value in bound.arguments.items()
+            if name not in self.signature.statics
+            for _ in jax.tree.leaves(value)
+        ]
+        donated = tuple(at for at, name in enumerate(owners) if name in self.signature.donated)
         return Entry(program, Executable(program), avals, tuple(stated), treedef, donated)
 
     def _result_placements(self, treedef: Any, avals: Sequence[Any], mesh: Mesh) -> list[P | None]:

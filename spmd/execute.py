@@ -176,11 +176,10 @@ class LocalExecutable:
         """Compare checksums of the arguments that every rank should give alike. One all_reduce."""
         checksum, size = 0, 0
         for value in (*hosts, *(constant for _, constant in self.program.plan.jaxpr.constants)):
-            keys = isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
-            data = np.ascontiguousarray(jax.random.key_data(value) if keys else value)
-            size += data.nbytes
+            data = jax_compat.raw_bytes(value)
+            size += len(data)
             if size <= COMPARED_BYTES:
-                checksum = zlib.crc32(data.tobytes(), checksum)
+                checksum = zlib.crc32(data, checksum)
         pair = np.array([checksum, -checksum], np.int64)
         if run_alone(self.here, "all_reduce", pair, op="max").tolist() != pair.tolist():
             raise DivergenceError(
@@ -191,25 +190,19 @@ class LocalExecutable:
 
     def threaded(self) -> Callable[..., list[Any]]:
         """The local jaxpr as a function that takes and returns the token."""
-        jaxpr, consts = jax_compat.as_closed(self.program.jaxpr(self.here.coordinate))
-        sources = iter(self.program.collectives)
+        closed = self.program.jaxpr(self.here.coordinate)
 
         def run(token: Any, *inputs: Any) -> list[Any]:
-            env = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*inputs, *consts), strict=True))
-
-            def read(atom: Any) -> Any:
-                return literal_value(atom) if isinstance(atom, Literal) else env[atom]
-
-            for eqn in jaxpr.eqns:
-                operands = [read(atom) for atom in eqn.invars]
-                name = primitives.BY_PRIMITIVE.get(eqn.primitive)
-                if name is None:
-                    results = jax_compat.bind(eqn, operands, eqn.params)
-                else:
-                    token, result = self.collective(token, jnp.asarray(operands[0]), name, eqn.params, next(sources))
-                    results = [result]
-                env.update(zip(eqn.outvars, results, strict=True))
-            return [token, *(jnp.asarray(read(atom)) for atom in jaxpr.outvars)]
+            walk, result = _walk(closed, list(inputs), {}), None
+            for logical in (*self.program.collectives, None):
+                try:
+                    eqn, operand = walk.send(result)
+                except StopIteration as stop:
+                    return [token, *stop.value]
+                assert logical is not None, "the local jaxpr has more collectives than the program"
+                name = primitives.BY_PRIMITIVE[eqn.primitive]
+                token, result = self.collective(token, jnp.asarray(operand), name, eqn.params, logical)
+            raise AssertionError("unreachable: the walk ends with its last collective")
 
         return run
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from collectives.jax_compat import ShapedArray
+from collectives.jax_compat import ShapedArray, raw_bytes
 from collectives.process import held_coordinates, is_simulated, on_mesh
 from collectives.simulated import is_small_float
 from placements import Layout, Mesh, P, Pieces, PlacementError, Split
@@ -176,11 +176,11 @@ class _Piece:
 def _described(pieces: tuple[jax.Array, ...], mesh: Mesh) -> list[_Piece]:
     """Every rank's piece, in mesh order. Communication on real ranks: one all_gather of some words."""
     if is_simulated(mesh):
-        return [_Piece(piece.shape, piece.dtype, zlib.crc32(_bits(piece))) for piece in pieces]
+        return [_Piece(piece.shape, piece.dtype, zlib.crc32(raw_bytes(piece))) for piece in pieces]
     (piece,) = pieces
     words = np.zeros(40, np.int64)
     name = str(piece.dtype).encode()
-    words[: 3 + piece.ndim] = (len(name), zlib.crc32(_bits(piece)), piece.ndim, *piece.shape)
+    words[: 3 + piece.ndim] = (len(name), zlib.crc32(raw_bytes(piece)), piece.ndim, *piece.shape)
     words[20 : 20 + len(name)] = list(name)
     rows = run_alone(on_mesh(mesh), "all_gather", words, dim=0, sizes=(40,) * mesh.size).reshape(mesh.size, 40).tolist()
     dtypes = {str(piece.dtype): piece.dtype}
@@ -234,11 +234,6 @@ def _check_replicas(pieces: list[_Piece], layout: Layout) -> None:
                     f"spmd.from_local: coordinates {a} and {b} should hold the same values, as {layout} replicates over "
                     f"{', '.join(axes)}, but they differ. State Partial or Shard, or pass equal pieces."
                 )
-
-
-def _bits(array: jax.Array) -> bytes:
-    keys = jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended)
-    return np.asarray(jax.random.key_data(array) if keys else array).tobytes()
 
 
 def full(

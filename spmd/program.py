@@ -18,9 +18,8 @@ from types import EllipsisType, FunctionType
 from typing import Any
 
 import jax
-import numpy as np
 
-from collectives.jax_compat import UNKNOWN, Literal, Source
+from collectives.jax_compat import UNKNOWN, Literal, Source, raw_bytes
 from collectives.primitives import TABLE
 from collectives.simulated import reduction_dtype
 from placements import Mesh
@@ -249,7 +248,7 @@ class Program:
         sha = hashlib.sha256("\n".join(words).encode())
         for var, value in plan.jaxpr.constants:
             sha.update(f"{var.aval}".encode())
-            sha.update(_raw_bytes(value))
+            sha.update(raw_bytes(value))
         return sha.hexdigest()
 
     def check(
@@ -297,12 +296,6 @@ class Program:
 def _nbytes(atom: Any) -> int:
     aval = atom.aval
     return math.prod(aval.shape) * aval.dtype.itemsize
-
-
-def _raw_bytes(value: Any) -> bytes:
-    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
-        value = jax.random.key_data(value)
-    return np.ascontiguousarray(value).tobytes()
 
 
 def _stable(value: Any) -> str:

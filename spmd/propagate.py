@@ -25,7 +25,7 @@ from collectives.simulated import reduction_dtype
 from placements import ItemSizes, Layout, Machine, Mesh, P, Step, plan_steps
 from placements.cost import DEFAULT
 from placements.layout import merge
-from placements.redistribute import is_free, path_us, step_us
+from placements.redistribute import is_free, path_us
 from spmd.errors import FallbackError
 from spmd.factors import Assignment, Passes, Rule, layouts
 from spmd.rules import rule_of
@@ -311,8 +311,7 @@ class _Planner:
         if layout.op_of(axis) is None:
             return 0.0
         whole = layout.with_partial(pair for pair in layout.partial if pair[0] != axis)
-        sizes = item_sizes(aval)
-        return sum(step_us(step, sizes, self.machine) for step in plan_steps(layout, whole, aval.shape, sizes))
+        return path_us(layout, whole, aval.shape, item_sizes(aval), self.machine)
 
 
 def _outgrows(results: list[Any], operands: list[Versions]) -> bool:
