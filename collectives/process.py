@@ -17,7 +17,6 @@ import os
 import sys
 import time
 import traceback
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -29,11 +28,6 @@ from collectives.errors import BackendError, DivergenceError, TransportError
 from collectives.launch import launch
 from placements.intervals import Bounds
 from placements.mesh import Coordinate, Mesh, group_positions
-
-
-def _tag(mesh: Mesh, what: object) -> int:
-    """The tag under which a group is made: the same on all its members, whatever else each of them has made."""
-    return zlib.crc32(f"{mesh!r} {what}".encode()) % 30_000
 
 
 class Alone(Communicator):
@@ -93,10 +87,9 @@ def world() -> Communicator:
         return Alone()
     from collectives import mpi
 
-    connected = mpi.connect(found, lambda: _DEPARTURES.seen())
-    _DEPARTURES.watch(connected.comm.Dup())
+    connected = mpi.connect(found)
     watch.watch_interrupts()
-    _install_hooks()
+    _install_hooks(connected)
     return connected
 
 
@@ -121,20 +114,19 @@ class MeshProcess:
         _check_fits(mesh, everyone)
         self.mesh = mesh
         self.coordinate = mesh.coordinate(everyone.rank)
-        self.communicator: Any = everyone.subgroup(mesh.ranks, _tag(mesh, "mesh"))
-        self.agreement: Any = self.communicator.subgroup(tuple(range(mesh.size)), _tag(mesh, "agreement"))
+        self.communicator: Any = everyone.subgroup(mesh.ranks, f"{mesh!r}")
+        self.agreement: Any = self.communicator.subgroup(tuple(range(mesh.size)), f"{mesh!r} agreement")
         self.groups: dict[tuple[str, ...], Any] = {}
         self.poison: BaseException | None = None
         self.calls = 0
         self.token: Any = None
         self._words = np.zeros(4, np.uint64)
         self._largest = np.zeros(4, np.uint64)
-        self._start: Callable[[], Any] = self.agreement.largest(self._words, self._largest)
 
     def group(self, axes: tuple[str, ...]) -> Any:
         """The communicator along `axes`, members in their order. Collective over the mesh the first time."""
         if axes not in self.groups:
-            self.groups[axes] = self.communicator.subgroup(self._positions(axes), _tag(self.mesh, axes))
+            self.groups[axes] = self.communicator.subgroup(self._positions(axes), f"{self.mesh!r} {axes}")
         return self.groups[axes]
 
     def members(self, axes: tuple[str, ...]) -> list[Coordinate]:
@@ -162,18 +154,13 @@ class MeshProcess:
             return
         mask = (1 << 64) - 1
         self._words[:] = (digest, digest ^ mask, self.calls, self.calls ^ mask)
-        self._compare()
+        try:
+            self.agreement.compare(self._words, self._largest, lambda: f"launch {self.calls} on {self.mesh!r}")
+        except BaseException as error:
+            self.poison = error
+            raise
         if self._words.tobytes() != self._largest.tobytes():
             self._explain(text())
-
-    def _compare(self) -> None:
-        request = self._start()
-        if not request.Test():
-            try:
-                watch.wait(request.Test, lambda: f"launch {self.calls} on {self.mesh!r}", self.agreement.left)
-            except BaseException as error:
-                self.poison = error
-                raise
 
     def _explain(self, text: str) -> None:
         """Exchange the texts and raise, on every rank alike."""
@@ -218,32 +205,6 @@ def _check_fits(mesh: Mesh, everyone: Communicator) -> None:
         raise BackendError(f"rank {everyone.rank} is not on {mesh!r}, and runs something on it.")
 
 
-class _Departures:
-    """Which ranks have left: a leaving rank sends every other one an empty message on a communicator of its own."""
-
-    def __init__(self) -> None:
-        self.comm: Any = None
-        self.gone: list[int] = []
-
-    def watch(self, comm: Any) -> None:
-        self.comm = comm
-
-    def seen(self) -> list[int]:
-        while self.comm is not None and self.comm.Iprobe():
-            from collectives.mpi import MPI
-
-            status = MPI.Status()
-            self.comm.Recv(bytearray(), MPI.ANY_SOURCE, MPI.ANY_TAG, status)
-            self.gone.append(status.source)
-        return self.gone
-
-    def announce(self) -> None:
-        for rank in range(self.comm.size):
-            if rank != self.comm.rank:
-                self.comm.Isend(b"", rank)
-
-
-_DEPARTURES: Final = _Departures()
 _EXIT: Final[dict[str, Any]] = {"status": 0}
 """The status of the last `sys.exit` since a program was launched: atexit handlers do not see it."""
 
@@ -252,13 +213,13 @@ def _forget_exit() -> None:
     _EXIT["status"] = 0
 
 
-def _install_hooks() -> None:
+def _install_hooks(connected: Any) -> None:
     """End the job when this rank fails, and announce a normal end. Forked children do nothing."""
     owner, hook, leave = os.getpid(), sys.excepthook, sys.exit
 
     def excepthook(kind: Any, value: BaseException, trace: Any) -> None:
         if os.getpid() == owner:
-            print(f"rank {world().rank}:", file=sys.stderr)
+            print(f"rank {connected.rank}:", file=sys.stderr)
         hook(kind, value, trace)
         _EXIT["status"] = 1
         if os.getpid() == owner:
@@ -274,10 +235,10 @@ def _install_hooks() -> None:
             sys.stderr.flush()
             os._exit(int(_EXIT["status"]))
         if _EXIT["status"]:
-            print(f"rank {world().rank} exits with status {_EXIT['status']}: the job ends", file=sys.stderr)
+            print(f"rank {connected.rank} exits with status {_EXIT['status']}: the job ends", file=sys.stderr)
             _abort(int(_EXIT["status"]))
         try:
-            _DEPARTURES.announce()
+            connected.departures.announce()
         except Exception:
             traceback.print_exc()
             _abort(1)

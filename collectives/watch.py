@@ -1,7 +1,7 @@
 """Waiting with a limit: no collective waits for ever, or for a rank that has left.
 
-`wait` polls; `SPMD_TIMEOUT` (seconds, default 300) bounds it. While it waits it looks whether a peer has announced that it
-leaves, and whether the user has pressed Ctrl-C: a signal does not reach a thread inside MPI, so it is taken from a pipe
+`wait` polls; `SPMD_TIMEOUT` (seconds, default 300) bounds it. While it waits it looks whether a peer has left before it
+came here, and whether the user has pressed Ctrl-C: a signal does not reach a thread inside MPI, so it is taken from a pipe
 that the interpreter's C handler writes to.
 """
 
@@ -29,10 +29,10 @@ def timeout_s() -> float:
     return float(os.environ.get("SPMD_TIMEOUT", "300"))
 
 
-def wait(test: Callable[[], bool], what: Callable[[], str], left: Callable[[], list[int]]) -> None:
+def wait(test: Callable[[], bool], what: Callable[[], str], absent: Callable[[], list[int]]) -> None:
     """Return when `test()` is true.
 
-    Raises `CollectiveTimeout` after the limit, `PeerLeft` where `left()` names ranks, `KeyboardInterrupt` after Ctrl-C.
+    Raises `CollectiveTimeout` after the limit, `PeerLeft` where `absent()` names ranks, `KeyboardInterrupt` after Ctrl-C.
     `what()` says what is waited for.
     """
     for _ in range(SPINS):
@@ -49,7 +49,7 @@ def wait(test: Callable[[], bool], what: Callable[[], str], left: Callable[[], l
         looked = now
         if _interrupted():
             raise KeyboardInterrupt
-        gone = left()
+        gone = absent()
         if gone and not test():
             raise PeerLeft(f"{what()}: rank {', '.join(map(str, gone))} has left: its interpreter has ended.")
         if now - start > limit:

@@ -151,6 +151,10 @@ FAULTS: dict[str, tuple[int, str, str, bool]] = {
     "a caught exit is forgotten": (
         2, "try: sys.exit(2)\nexcept SystemExit: pass\nf(x)\nprint('fine')", "fine", True,
     ),
+    "a rank that leaves once it has taken part": (  # the root of a small broadcast is through before the leaf, 3, gets it
+        4,
+        "if rank in (1, 2): time.sleep(3)\nassert world.broadcast(x + rank, root=0)[1] == 1\nprint('fine')", "fine", True,
+    ),
     "a normal end at different times": (2, "time.sleep(2 * rank)\nprint('fine')", "fine", True),
 }  # fmt: skip
 
