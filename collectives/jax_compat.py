@@ -73,6 +73,17 @@ def as_closed(jaxpr: Any) -> tuple[Any, list[Any]]:
     return getattr(jaxpr, "jaxpr", jaxpr), consts
 
 
+def bodies_of(eqn: JaxprEqn) -> list[Any]:
+    """The jaxprs of an equation's bodies: those of a loop, a branch, a call."""
+    found = []
+    for value in eqn.params.values():
+        for each in value if isinstance(value, tuple) else (value,):
+            opened = getattr(each, "jaxpr", each)
+            if hasattr(opened, "eqns") and hasattr(opened, "invars"):
+                found.append(opened)
+    return found
+
+
 def trace_context() -> Hashable:
     """What, besides the arguments, a trace depends on: the x64 flag, matmul precision, PRNG implementation, ..."""
     return _config.trace_context()

@@ -26,9 +26,10 @@ from spmd.current import current_mesh, kind_name
 from spmd.errors import ArgumentError, FallbackError, PlacementWarning, TransformationError
 from spmd.execute import Executable, Ranks
 from spmd.lower import as_struct
+from spmd.plan import item_sizes
 from spmd.prefix import PlacedLeaf, place_leaves
 from spmd.program import Program
-from spmd.propagate import item_sizes, plan
+from spmd.propagate import plan
 from spmd.signature import Signature, read_signature
 from spmd.trace import constrain, is_large, trace, tracing_mesh
 from spmd.validate import valid_layout, valid_merge

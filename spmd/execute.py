@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from collectives import ffi, jax_compat, primitives, process
 from collectives.errors import DivergenceError
@@ -65,14 +66,77 @@ def _together(walks: list[Walk], memo: Memo) -> list[Ranks]:
         if returned:
             assert not arrived, "the ranks have different numbers of collectives"
             return [tuple(column) for column in zip(*returned, strict=True)]
-        eqn = arrived[0][0]
-        assert all(other.primitive is eqn.primitive for other, _ in arrived), "the ranks have different collectives"
-        name = primitives.BY_PRIMITIVE[eqn.primitive]
-        results = primitives.simulate(name, tuple(jnp.asarray(operand) for _, operand in arrived), eqn.params)
+        eqns, operands = [eqn for eqn, _ in arrived], [values for _, values in arrived]
+        assert all(eqn.primitive is eqns[0].primitive for eqn in eqns), "the ranks have different collectives"
+        name = primitives.BY_PRIMITIVE.get(eqns[0].primitive)
+        if name is None:
+            results = SIMULATED_CONTROL[eqns[0].primitive.name](eqns, operands)
+        else:
+            buffers = tuple(jnp.asarray(values[0]) for values in operands)
+            results = [[buffer] for buffer in primitives.simulate(name, buffers, eqns[0].params)]
+
+
+def _bodies(closed: Sequence[Any], inputs: Sequence[list[Any]]) -> list[list[Any]]:
+    """One body on every rank, side by side: what each rank returns."""
+    memo: Memo = {}
+    found = _together([_walk(body, values, memo) for body, values in zip(closed, inputs, strict=True)], memo)
+    return [list(row) for row in zip(*found, strict=True)] if found else [[] for _ in closed]
+
+
+def _simulate_scan(eqns: list[Any], operands: list[list[Any]]) -> list[list[Any]]:
+    params = eqns[0].params
+    n_consts, n_carry = params["num_consts"], params["num_carry"]
+    bodies = [eqn.params["jaxpr"] for eqn in eqns]
+    constants = [values[:n_consts] for values in operands]
+
+    def step(carries: list[list[Any]], rows: list[list[Any]]) -> tuple[list[list[Any]], list[list[Any]]]:
+        made = _bodies(bodies, [[*c, *k, *x] for c, k, x in zip(constants, carries, rows, strict=True)])
+        return [values[:n_carry] for values in made], [values[n_carry:] for values in made]
+
+    init = [values[n_consts : n_consts + n_carry] for values in operands]
+    xs = [values[n_consts + n_carry :] for values in operands]
+    carries, stacked = lax.scan(step, init, xs, length=params["length"], reverse=params["reverse"])
+    return [[*carry, *ys] for carry, ys in zip(carries, stacked, strict=True)]
+
+
+def _simulate_while(eqns: list[Any], operands: list[list[Any]]) -> list[list[Any]]:
+    """The predicate is the same on all ranks: that of the first decides."""
+    params = eqns[0].params
+    first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    conditions, bodies = ([eqn.params[name] for eqn in eqns] for name in ("cond_jaxpr", "body_jaxpr"))
+
+    def proceed(carries: list[list[Any]]) -> Any:
+        inputs = [[*values[:first], *carry] for values, carry in zip(operands, carries, strict=True)]
+        return _bodies(conditions, inputs)[0][0]
+
+    def step(carries: list[list[Any]]) -> list[list[Any]]:
+        inputs = [[*values[first:second], *carry] for values, carry in zip(operands, carries, strict=True)]
+        return _bodies(bodies, inputs)
+
+    return lax.while_loop(proceed, step, [values[second:] for values in operands])
+
+
+def _simulate_cond(eqns: list[Any], operands: list[list[Any]]) -> list[list[Any]]:
+    """The index is the same on all ranks: that of the first decides."""
+
+    def branch(at: int) -> Callable[[list[list[Any]]], list[list[Any]]]:
+        return lambda inputs: _bodies([eqn.params["branches"][at] for eqn in eqns], inputs)
+
+    branches = [branch(at) for at in range(len(eqns[0].params["branches"]))]
+    return lax.switch(jnp.asarray(operands[0][0], jnp.int32), branches, [values[1:] for values in operands])
+
+
+SIMULATED_CONTROL: Final[dict[str, Callable[[list[Any], list[list[Any]]], list[list[Any]]]]] = {
+    "cond": _simulate_cond,
+    "scan": _simulate_scan,
+    "while": _simulate_while,
+}
+"""Loops and branches whose bodies communicate: one loop over the values of all ranks."""
 
 
 def _walk(closed: Any, inputs: list[Any], memo: Memo) -> Walk:
-    """Evaluate one rank's jaxpr; yield every collective with its operand, and receive its result."""
+    """Evaluate one rank's jaxpr; yield every collective, loop or branch that communicates with its operands, and receive
+    its results."""
     jaxpr, consts = jax_compat.as_closed(closed)
     env = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*inputs, *consts), strict=True))
 
@@ -81,8 +145,8 @@ def _walk(closed: Any, inputs: list[Any], memo: Memo) -> Walk:
 
     for eqn in jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
-        if eqn.primitive in primitives.BY_PRIMITIVE:
-            results = [(yield eqn, operands[0])]
+        if communicates(eqn):
+            results = yield eqn, operands
         else:
             key = (
                 id(eqn),
@@ -93,6 +157,20 @@ def _walk(closed: Any, inputs: list[Any], memo: Memo) -> Walk:
             results = memo[key][0]
         env.update(zip(eqn.outvars, results, strict=True))
     return [jnp.asarray(read(atom)) for atom in jaxpr.outvars]
+
+
+def communicates(eqn: Any) -> bool:
+    """Whether an equation of a local jaxpr is a collective, or has one in its bodies."""
+    return any(True for _ in collectives_in([eqn]))
+
+
+def collectives_in(eqns: Sequence[Any]) -> Iterator[Any]:
+    """The collectives among equations and in their bodies, in the order of the program."""
+    for eqn in eqns:
+        if eqn.primitive in primitives.BY_PRIMITIVE:
+            yield eqn
+        for body in jax_compat.bodies_of(eqn):
+            yield from collectives_in(body.eqns)
 
 
 def run_alone(here: process.MeshProcess, name: str, array: Any, **arguments: Any) -> Any:
@@ -191,20 +269,29 @@ class LocalExecutable:
     def threaded(self) -> Callable[..., list[Any]]:
         """The local jaxpr as a function that takes and returns the token."""
         closed = self.program.jaxpr(self.here.coordinate)
+        found = list(collectives_in(jax_compat.as_closed(closed)[0].eqns))
+        assert len(found) == len(self.program.collectives), "the local jaxpr has other collectives than the program"
+        logical = {id(eqn): each for eqn, each in zip(found, self.program.collectives, strict=True)}
 
         def run(token: Any, *inputs: Any) -> list[Any]:
-            walk, result = _walk(closed, list(inputs), {}), None
-            for logical in (*self.program.collectives, None):
-                try:
-                    eqn, operand = walk.send(result)
-                except StopIteration as stop:
-                    return [token, *stop.value]
-                assert logical is not None, "the local jaxpr has more collectives than the program"
-                name = primitives.BY_PRIMITIVE[eqn.primitive]
-                token, result = self.collective(token, jnp.asarray(operand), name, eqn.params, logical)
-            raise AssertionError("unreachable: the walk ends with its last collective")
+            return self.thread(closed, token, list(inputs), logical)
 
         return run
+
+    def thread(self, closed: Any, token: Any, inputs: list[Any], logical: dict[int, Collective]) -> list[Any]:
+        """Evaluate a jaxpr, handing the token from collective to collective: the token, then the results."""
+        walk, results = _walk(closed, inputs, {}), None
+        while True:
+            try:
+                eqn, operands = walk.send(results)
+            except StopIteration as stop:
+                return [token, *stop.value]
+            name = primitives.BY_PRIMITIVE.get(eqn.primitive)
+            if name is None:
+                token, *results = THREADED_CONTROL[eqn.primitive.name](self, eqn, token, operands, logical)
+            else:
+                token, result = self.collective(token, jnp.asarray(operands[0]), name, eqn.params, logical[id(eqn)])
+                results = [result]
 
     def collective(self, token: Any, value: Any, name: str, params: Any, logical: Collective) -> tuple[Any, Any]:
         """One collective in this process's group."""
@@ -217,3 +304,51 @@ class LocalExecutable:
             return group.prepare(transfer, lambda: what)
 
         return ffi.collective(token, value, name, group.rank, group.size, prepare, **arguments)
+
+
+def _thread_scan(here: LocalExecutable, eqn: Any, token: Any, operands: list[Any], logical: Any) -> list[Any]:
+    params = eqn.params
+    n_consts, n_carry = params["num_consts"], params["num_carry"]
+    constants, init, xs = operands[:n_consts], operands[n_consts : n_consts + n_carry], operands[n_consts + n_carry :]
+
+    def step(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+        made = here.thread(params["jaxpr"], carry[0], [*constants, *carry[1:], *rows], logical)
+        return made[: 1 + n_carry], made[1 + n_carry :]
+
+    options = {"length": params["length"], "reverse": params["reverse"], "unroll": params["unroll"]}
+    carry, stacked = lax.scan(step, [token, *init], xs, **options)
+    return [*carry, *stacked]
+
+
+def _thread_while(here: LocalExecutable, eqn: Any, token: Any, operands: list[Any], logical: Any) -> list[Any]:
+    """The predicate of the next iteration is a carry: its collectives need the token too."""
+    params = eqn.params
+    first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+
+    def proceed(token: Any, carry: list[Any]) -> list[Any]:
+        return here.thread(params["cond_jaxpr"], token, [*operands[:first], *carry], logical)
+
+    def step(state: tuple[Any, Any, list[Any]]) -> tuple[Any, Any, list[Any]]:
+        token, _, carry = state
+        token, *carry = here.thread(params["body_jaxpr"], token, [*operands[first:second], *carry], logical)
+        return (*proceed(token, carry), carry)
+
+    init = (*proceed(token, operands[second:]), operands[second:])
+    token, _, carry = lax.while_loop(lambda state: state[1], step, init)
+    return [token, *carry]
+
+
+def _thread_cond(here: LocalExecutable, eqn: Any, token: Any, operands: list[Any], logical: Any) -> list[Any]:
+    def branch(body: Any) -> Callable[..., list[Any]]:
+        return lambda token, *values: here.thread(body, token, list(values), logical)
+
+    index = jnp.asarray(operands[0], jnp.int32)
+    return lax.switch(index, [branch(body) for body in eqn.params["branches"]], token, *operands[1:])
+
+
+THREADED_CONTROL: Final[dict[str, Callable[..., list[Any]]]] = {
+    "cond": _thread_cond,
+    "scan": _thread_scan,
+    "while": _thread_while,
+}
+"""Loops and branches whose bodies communicate: JAX's own, with the token among what they carry."""

@@ -24,7 +24,7 @@ from placements.intervals import length
 from placements.layout import Shape
 from placements.mesh import Coordinate
 from spmd.errors import ArgumentError
-from spmd.propagate import Move, Plan, PlannedEqn
+from spmd.plan import Move, Plan, PlannedEqn
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +140,8 @@ def compute(planned: PlannedEqn, operands: list[Any], place: Place) -> list[Any]
     eqn, rule = planned.eqn, planned.rule
     if planned.is_fallback:
         return jax_compat.bind(eqn, operands, eqn.params)
+    if planned.bodies:
+        return CONTROL[eqn.primitive.name](planned, operands, place)
     if rule is None:
         return operands[:1]
     shapes = [
@@ -150,6 +152,61 @@ def compute(planned: PlannedEqn, operands: list[Any], place: Place) -> list[Any]
         return rule.local(LocalCall(place, planned.operands, planned.results, shapes), operands)
     params = eqn.params if rule.resize is None else rule.resize(eqn.params, [np.shape(x) for x in operands], shapes)
     return jax_compat.bind(eqn, operands, params)
+
+
+def _scan(planned: PlannedEqn, operands: list[Any], place: Place) -> list[Any]:
+    params, (body,) = planned.eqn.params, planned.bodies
+    n_consts, n_carry = params["num_consts"], params["num_carry"]
+    constants, init, xs = operands[:n_consts], operands[n_consts : n_consts + n_carry], operands[n_consts + n_carry :]
+
+    def step(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+        made = evaluate(body, place, [*constants, *carry, *rows])
+        return _typed(made[:n_carry], planned.eqn.outvars), made[n_carry:]
+
+    options = {key: params[key] for key in ("reverse", "unroll", "_split_transpose") if key in params}
+    carry, stacked = lax.scan(step, _typed(init, planned.eqn.outvars), xs, length=params["length"], **options)
+    return [*carry, *stacked]
+
+
+def _while(planned: PlannedEqn, operands: list[Any], place: Place) -> list[Any]:
+    params, (condition, body) = planned.eqn.params, planned.bodies
+    n_condition, n_body = params["cond_nconsts"], params["body_nconsts"]
+    first, init = n_condition + n_body, operands[n_condition + n_body :]
+    return lax.while_loop(
+        lambda carry: evaluate(condition, place, [*operands[:n_condition], *carry])[0],
+        lambda carry: _typed(evaluate(body, place, [*operands[n_condition:first], *carry]), planned.eqn.outvars),
+        _typed(init, planned.eqn.outvars),
+    )
+
+
+def _cond(planned: PlannedEqn, operands: list[Any], place: Place) -> list[Any]:
+    index, *rest = operands
+
+    def branch(body: Plan) -> Callable[..., list[Any]]:
+        return lambda *values: _typed(evaluate(body, place, values), planned.eqn.outvars)
+
+    branches = [branch(body) for body in planned.bodies]
+    if index.dtype == np.bool_:  # branches are in the order of the index: False first
+        return lax.cond(index, branches[1], branches[0], *rest)
+    return lax.switch(index, branches, *rest)
+
+
+def _typed(values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """Values in exactly the dtypes, weak types included, that the variables have."""
+    return [
+        jax_compat.as_weak(jnp.asarray(value))
+        if var.aval.weak_type
+        else lax.convert_element_type(value, var.aval.dtype)
+        for value, var in zip(values, variables, strict=False)
+    ]
+
+
+CONTROL: Final[dict[str, Callable[[PlannedEqn, list[Any], Place], list[Any]]]] = {
+    "cond": _cond,
+    "scan": _scan,
+    "while": _while,
+}
+"""Equations with bodies: JAX's own loops and branches, around bodies evaluated at this place."""
 
 
 def apply_step(step: Step, value: Any, shape: Shape, place: Place) -> Any:
@@ -262,14 +319,15 @@ def uneven_splits(plan: Plan) -> tuple[tuple[int, tuple[str, ...]], ...]:
         pairs = zip(shape, layout.dims, strict=True)
         found.update((size, axes) for size, axes in pairs if axes and size % plan.mesh.group_size(axes))
 
-    for var, layout in zip(plan.jaxpr.inputs, plan.arrivals, strict=True):
-        add(var.aval.shape, layout)
-    for planned in plan.eqns:
-        for var, layout in zip(planned.eqn.outvars, planned.results, strict=True):
+    for each in plan.flat():
+        for var, layout in zip(each.jaxpr.inputs, each.arrivals, strict=True):
             add(var.aval.shape, layout)
-    for move, _ in plan.moves():
-        for step in move.steps:
-            add(move.atom.aval.shape, step.target)
+        for planned in each.eqns:
+            for var, layout in zip(planned.eqn.outvars, planned.results, strict=True):
+                add(var.aval.shape, layout)
+    for found_move in plan.moves():
+        for step in found_move.move.steps:
+            add(found_move.move.atom.aval.shape, step.target)
     return tuple(sorted(found))
 
 

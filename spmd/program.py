@@ -15,20 +15,23 @@ import math
 import re
 from dataclasses import dataclass
 from types import EllipsisType, FunctionType
-from typing import Any
+from typing import Any, Final
 
 import jax
 
-from collectives.jax_compat import UNKNOWN, Literal, Source, raw_bytes
+from collectives.jax_compat import UNKNOWN, Literal, Source, bodies_of, raw_bytes
 from collectives.primitives import TABLE
 from collectives.simulated import reduction_dtype
 from placements import Mesh
 from placements.mesh import Coordinate
-from placements.redistribute import step_bytes, step_us
+from placements.redistribute import step_bytes
 from spmd.errors import ArgumentError, CommunicationMismatch
 from spmd.lower import local_jaxpr, shape_key, uneven_splits
-from spmd.propagate import Plan, item_sizes
+from spmd.plan import Plan, item_sizes
 from spmd.text import Naming, program_lines
+
+BODIES: Final = frozenset({"bodies", "jaxpr", "branches", "cond_jaxpr", "body_jaxpr"})
+"""Parameters of equations with planned bodies that are digested by their plans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +56,10 @@ class Collective:
 
     def __str__(self) -> str:
         detail = ", ".join((*self.axes, *((self.op,) if self.op else ())))
+        times = "" if self.count == 1 else " x ?" if self.count is None else f" x {self.count}"
         where = f"; {self.source}" if self.source.function else ""
         shape = ",".join(map(str, self.shape))
-        return f"{self.name}[{detail}] {self.dtype}[{shape}]  {self.bytes} bytes: {self.reason}{where}"
+        return f"{self.name}[{detail}] {self.dtype}[{shape}]  {self.bytes} bytes{times}: {self.reason}{where}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +129,8 @@ class Program:
     def collectives(self) -> tuple[Collective, ...]:
         """Every logical collective, in the order of execution."""
         found: list[Collective] = []
-        for move, source in self.plan.moves():
-            aval = move.atom.aval
+        for each in self.plan.moves():
+            move, aval = each.move, each.move.atom.aval
             sizes = item_sizes(aval)
             for step in move.steps:
                 if step.communicates:
@@ -134,7 +138,7 @@ class Program:
                     found.append(
                         Collective(
                             step.name, step.axes, step.op, aval.shape, dtype, step_bytes(step, sizes),
-                            source or UNKNOWN, move.reason, 1, len(found),
+                            each.source or UNKNOWN, move.reason, each.count, len(found),
                         )
                     )  # fmt: skip
         return tuple(found)
@@ -146,33 +150,29 @@ class Program:
 
     @property
     def bytes(self) -> int:
-        """What the busiest coordinate receives in one run, all collectives together."""
-        return sum(collective.bytes for collective in self.collectives)
+        """What the busiest coordinate receives in one run, all collectives together.
+
+        Loops of unknown length count as one iteration.
+        """
+        return sum(collective.bytes * (collective.count or 1) for collective in self.collectives)
 
     @functools.cached_property
     def fallbacks(self) -> tuple[Fallback, ...]:
         """The equations without a rule whose operands had to be replicated, in order."""
         found = []
-        for planned in self.plan.eqns:
-            if planned.is_fallback and planned.moves:
-                moved = sum(
-                    step_bytes(step, item_sizes(move.atom.aval)) for move in planned.moves for step in move.steps
-                )
-                found.append(Fallback(planned.eqn.primitive.name, self.plan.jaxpr.source(planned.eqn), moved))
+        for plan in self.plan.flat():
+            for planned in plan.eqns:
+                if planned.is_fallback and planned.moves:
+                    moved = sum(
+                        step_bytes(step, item_sizes(move.atom.aval)) for move in planned.moves for step in move.steps
+                    )
+                    found.append(Fallback(planned.eqn.primitive.name, plan.jaxpr.source(planned.eqn), moved))
         return tuple(found)
 
     @property
     def cost(self) -> Cost:
         """What one run costs under the plan's machine model."""
-        machine = self.plan.machine
-        steps = [(step, item_sizes(move.atom.aval)) for move, _ in self.plan.moves() for step in move.steps]
-        flops = 0.0
-        for planned in self.plan.eqns:
-            if planned.rule is not None:
-                whole = math.prod(planned.eqn.outvars[0].aval.shape)
-                local = planned.results[0].largest_local_size(planned.eqn.outvars[0].aval.shape)
-                flops += planned.rule.flops * (local / whole if whole else 0.0)
-        return Cost(sum(step_us(step, sizes, machine) for step, sizes in steps), machine.compute_us(flops))
+        return Cost(self.plan.communication_us(), self.plan.compute_us())
 
     @functools.cached_property
     def _splits(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
@@ -213,20 +213,8 @@ class Program:
     def memory_analysis(self) -> MemoryAnalysis:
         """What the coordinate `at` holds at once, by liveness over its local jaxpr."""
         jaxpr = self.jaxpr().jaxpr
-        last = {id(atom): at for at, eqn in enumerate(jaxpr.eqns) for atom in eqn.invars}
-        last.update({id(atom): len(jaxpr.eqns) for atom in (*jaxpr.outvars, *jaxpr.invars)})
-        live = arguments = sum(map(_nbytes, jaxpr.invars))
-        peak = live
-        for at, eqn in enumerate(jaxpr.eqns):
-            live += sum(map(_nbytes, eqn.outvars))
-            peak = max(peak, live)
-            ended = {
-                id(v): v
-                for v in (*eqn.invars, *eqn.outvars)
-                if not isinstance(v, Literal) and last.get(id(v), at) == at
-            }
-            live -= sum(map(_nbytes, ended.values()))
-        return MemoryAnalysis(arguments, sum(map(_nbytes, jaxpr.outvars)), peak)
+        arguments, results = (sum(map(_nbytes, atoms)) for atoms in (jaxpr.invars, jaxpr.outvars))
+        return MemoryAnalysis(arguments, results, _peak(jaxpr))
 
     @functools.cached_property
     def digest(self) -> str:
@@ -234,17 +222,7 @@ class Program:
         plan = self.plan
         words = [self.name, repr(plan.mesh), repr(plan.machine), jax.__version__]
         words += [f"{var.aval} {layout}" for var, layout in zip(plan.jaxpr.inputs, plan.arrivals, strict=True)]
-        naming = Naming(self)
-        words += [naming.move(move) for move in plan.entry]
-        for planned in plan.eqns:
-            moves = " ".join(map(naming.move, planned.moves))
-            operands = " ".join(naming(atom) for atom in planned.eqn.invars)
-            params = ", ".join(f"{key}={_stable(value)}" for key, value in sorted(planned.eqn.params.items()))
-            layouts = " ".join(map(str, (*planned.operands, *planned.results)))
-            results = " ".join(f"{naming(var)}:{var.aval}" for var in planned.eqn.outvars)
-            words.append(f"{moves}; {results} = {planned.eqn.primitive}[{params}] {operands}; {layouts}")
-        words += [naming.move(move) for move in plan.exits if move is not None]
-        words += [f"{naming(atom)} {layout}" for atom, layout in zip(plan.jaxpr.outputs, plan.departures, strict=True)]
+        words += _words(plan, Naming(self))
         sha = hashlib.sha256("\n".join(words).encode())
         for var, value in plan.jaxpr.constants:
             sha.update(f"{var.aval}".encode())
@@ -291,6 +269,40 @@ class Program:
 
     def __str__(self) -> str:
         return "\n".join(program_lines(self))
+
+
+def _words(plan: Plan, naming: Naming) -> list[str]:
+    """All that a plan computes and communicates, bodies included."""
+    words = [naming.move(move) for move in plan.entry]
+    for planned in plan.eqns:
+        moves = " ".join(map(naming.move, planned.moves))
+        operands = " ".join(naming(atom) for atom in planned.eqn.invars)
+        own = {key: value for key, value in planned.eqn.params.items() if not planned.bodies or key not in BODIES}
+        params = ", ".join(f"{key}={_stable(value)}" for key, value in sorted(own.items()))
+        layouts = " ".join(map(str, (*planned.operands, *planned.results)))
+        results = " ".join(f"{naming(var)}:{var.aval}" for var in planned.eqn.outvars)
+        words.append(f"{moves}; {results} = {planned.eqn.primitive}[{params}] {operands}; {layouts}")
+        for body in planned.bodies:
+            inputs = " ".join(f"{naming(var)}:{var.aval}" for var in body.jaxpr.inputs)
+            words += [f"body of {inputs}", *_words(body, naming), "end"]
+    words += [naming.move(move) for move in plan.exits if move is not None]
+    return words + [f"{naming(a)} {layout}" for a, layout in zip(plan.jaxpr.outputs, plan.departures, strict=True)]
+
+
+def _peak(jaxpr: Any) -> int:
+    """The largest sum of live bytes in a jaxpr; that of a body is on top of what lives around it."""
+    last = {id(atom): at for at, eqn in enumerate(jaxpr.eqns) for atom in eqn.invars}
+    last.update({id(atom): len(jaxpr.eqns) for atom in (*jaxpr.outvars, *jaxpr.invars)})
+    live = peak = sum(map(_nbytes, jaxpr.invars))
+    for at, eqn in enumerate(jaxpr.eqns):
+        inner = max((_peak(body) - sum(map(_nbytes, body.invars)) for body in bodies_of(eqn)), default=0)
+        live += sum(map(_nbytes, eqn.outvars))
+        peak = max(peak, live + max(inner, 0))
+        ended = {
+            id(v): v for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, Literal) and last.get(id(v), at) == at
+        }
+        live -= sum(map(_nbytes, ended.values()))
+    return peak
 
 
 def _nbytes(atom: Any) -> int:

@@ -1,10 +1,14 @@
 """From a global jaxpr and placements to a Plan: a layout for every value, a strategy for every equation.
 
-One forward pass. Each equation gets its assignment axis by axis, outermost first, each axis seeing those before. For one
-axis the candidates are: compute on every rank; shard a factor that some operand is sharded on; let parts pass. **A candidate
-under which some operand is sharded and none moves comes before any other**, unless it yields parts larger than its
-operands together. Among the rest cost decides: what the operands must move, the reduction of parts in the result, and the
-computation. Parts pass through data movement and widening casts and are reduced at their first other use.
+A forward pass gives each equation its assignment, axis by axis, outermost first, each axis seeing those before. For one axis
+the candidates are: compute on every rank; shard a factor that some operand is sharded on, or that is wished for; let parts
+pass. **A candidate under which some operand is sharded and none moves comes before any other**, unless it yields parts
+larger than its operands together. Among the rest cost decides: what the operands must move, the reduction of parts in the
+result, and the computation. Parts pass with discipline (`Planner.passing`) and are reduced at their first other use, to where
+all later uses together would have them.
+
+What later uses would like is read backward from a finished plan (`wishes.py`), and the next round plans with it: so a
+gradient is scattered where optimizer states are sharded, and all-reduced where they are not. The cheapest round wins.
 
 Invariants: a plan depends on its arguments alone, never on a set's order or a measurement, so every rank plans the same. A
 value moves once: what a move yields stays available to later equations. Layouts obtained without communication do not
@@ -14,84 +18,28 @@ count as sharded: a replicated weight that was sliced for one use is not sharded
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 
-from collectives.jax_compat import Atom, JaxprEqn, Literal, Primitive, Source, Var
-from collectives.simulated import reduction_dtype
-from placements import ItemSizes, Layout, Machine, Mesh, P, Step, plan_steps
+from collectives.jax_compat import Atom, JaxprEqn, Literal, Primitive, Var
+from placements import Layout, Machine, Mesh, P, plan_steps
 from placements.cost import DEFAULT
 from placements.layout import merge
 from placements.redistribute import is_free, path_us
+from spmd.control import CONTROL
 from spmd.errors import FallbackError
 from spmd.factors import Assignment, Passes, Rule, layouts
+from spmd.plan import Move, Plan, PlannedEqn, item_sizes
 from spmd.rules import rule_of
 from spmd.trace import GlobalJaxpr, constrain_p, place_like_p
+from spmd.wishes import Wishes, wishes_of
 
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Bring a value from one layout to another, just before the equation that asks for it."""
-
-    atom: Atom
-    source: Layout
-    target: Layout
-    steps: tuple[Step, ...]
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedEqn:
-    """An equation with the layouts of its operands and results, and the moves that bring the operands there.
-
-    `rule` is None for a fallback (operands replicated) and for equations that only place a value.
-    """
-
-    eqn: JaxprEqn
-    rule: Rule | None
-    operands: tuple[Layout, ...]
-    results: tuple[Layout, ...]
-    moves: tuple[Move, ...]
-    is_fallback: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A layout for every value and a strategy for every equation; no ranks yet.
-
-    `arrivals` are the layouts in which the inputs come, `entry` the moves to what is stated for them, `exits` those of the
-    outputs to `departures`.
-    """
-
-    jaxpr: GlobalJaxpr
-    mesh: Mesh
-    arrivals: tuple[Layout, ...]
-    entry: tuple[Move, ...]
-    eqns: tuple[PlannedEqn, ...]
-    exits: tuple[Move | None, ...]
-    departures: tuple[Layout, ...]
-    machine: Machine
-
-    def moves(self) -> Iterator[tuple[Move, Source | None]]:
-        """Every move in order, with its source line: that of the equation that asks, for a result of the one that made it."""
-        yield from ((move, None) for move in self.entry)
-        for planned in self.eqns:
-            if planned.moves:
-                source = self.jaxpr.source(planned.eqn)
-                yield from ((move, source) for move in planned.moves)
-        makers = {id(var): planned.eqn for planned in self.eqns for var in planned.eqn.outvars}
-        for move in self.exits:
-            if move is not None:
-                maker = makers.get(id(move.atom))
-                yield move, None if maker is None else self.jaxpr.source(maker)
-
-
-def item_sizes(aval: Any) -> ItemSizes:
-    """The bytes per element of an aval, as moved and as reduced."""
-    return ItemSizes(aval.dtype.itemsize, reduction_dtype(aval.dtype).itemsize)
+CARRIES_ZERO: Final = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "neg", "reshape", "transpose"})
+"""What makes zeros of zeros."""
 
 
 @dataclass(slots=True)
@@ -112,6 +60,13 @@ class Versions:
         yield from self.free
 
 
+Target = P | Layout | None
+"""Where a result goes: placements, of which None leaves an axis as it is; a layout; None for wherever it is made."""
+
+ROUNDS: Final = 3
+"""Forward passes: the first without wishes, each later one with those that the plan before gives."""
+
+
 def plan(
     jaxpr: GlobalJaxpr,
     mesh: Mesh,
@@ -126,43 +81,72 @@ def plan(
     `names` are those of the inputs, for reasons. Raises `FallbackError` for an effect, `PlacementError` where an output's
     placement does not fit.
     """
-    return _Planner(jaxpr, mesh, machine).run(arrivals, stated, outputs, names)
+    return cheapest(Problem(jaxpr, mesh, machine, tuple(arrivals), tuple(stated), tuple(outputs), tuple(names)))
 
 
-class _Planner:
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is to be planned. `keeps_parts`: results without a target may leave in parts, as those of a loop's body do."""
+
+    jaxpr: GlobalJaxpr
+    mesh: Mesh
+    machine: Machine
+    arrivals: tuple[Layout, ...]
+    stated: tuple[Layout | None, ...]
+    outputs: tuple[Target, ...]
+    names: tuple[str, ...] = ()
+    keeps_parts: bool = False
+
+
+def cheapest(problem: Problem) -> Plan:
+    """The cheapest of the plans of some rounds; of equals the first."""
+    wishes: Wishes = {}
+    plans: list[Plan] = []
+    for _ in range(ROUNDS):
+        plans.append(Planner(problem, wishes).run())
+        new = wishes_of(plans[-1], problem)
+        if new == wishes:
+            break
+        wishes = new
+    return min(plans, key=lambda found: round(found.communication_us() + found.compute_us(), 6))
+
+
+class Planner:
     """The state of one forward pass: the versions of every value."""
 
-    def __init__(self, jaxpr: GlobalJaxpr, mesh: Mesh, machine: Machine) -> None:
-        self.jaxpr, self.mesh, self.machine = jaxpr, mesh, machine
-        self.axes = tuple(axis for axis, size in mesh.axes if size > 1)
+    def __init__(self, problem: Problem, wishes: Wishes) -> None:
+        self.problem, self.wishes = problem, wishes
+        self.jaxpr, self.mesh, self.machine = problem.jaxpr, problem.mesh, problem.machine
+        self.axes = tuple(axis for axis, size in self.mesh.axes if size > 1)
         self.values: dict[Var, Versions] = {}
         self.moves: list[Move] = []
+        self.uses = Counter(atom for eqn in self.jaxpr.eqns for atom in eqn.invars if not isinstance(atom, Literal))
+        self.uses.update(atom for atom in self.jaxpr.outputs if not isinstance(atom, Literal))
+        self.zeros: set[Var] = set()
 
-    def run(
-        self,
-        arrivals: Sequence[Layout],
-        stated: Sequence[Layout | None],
-        outputs: Sequence[P | None],
-        names: Sequence[str],
-    ) -> Plan:
-        for index, (var, layout, wanted) in enumerate(zip(self.jaxpr.inputs, arrivals, stated, strict=True)):
+    def run(self) -> Plan:
+        """Plan every equation, once, in order."""
+        problem = self.problem
+        for index, (var, layout, wanted) in enumerate(
+            zip(self.jaxpr.inputs, problem.arrivals, problem.stated, strict=True)
+        ):
             self.define(var, layout)
             if wanted is not None and wanted != layout:
-                name = names[index] if index < len(names) else f"input {index}"
+                name = problem.names[index] if index < len(problem.names) else f"input {index}"
                 self.require(var, wanted, f"argument {name} is stated as {wanted}")
                 self.define(var, wanted)
         entry, self.moves = tuple(self.moves), []
         for var, value in self.jaxpr.constants:
             self.define(var, Layout.replicated(self.mesh, np.ndim(value)))
         eqns = tuple(self.plan_eqn(eqn) for eqn in self.jaxpr.eqns)
-        self.moves = []
         exits, departures = [], []
-        for index, (atom, placements) in enumerate(zip(self.jaxpr.outputs, outputs, strict=True)):
-            target = self.departure(atom, placements)
-            self.require(atom, target, f"result {index} is stated as {target}" if placements else f"result {index}")
-            exits.append(self.moves.pop() if self.moves else None)
+        for index, (atom, wanted_as) in enumerate(zip(self.jaxpr.outputs, problem.outputs, strict=True)):
+            self.moves = []
+            target = self.departure(atom, wanted_as)
+            self.require(atom, target, f"result {index} is stated as {target}" if wanted_as else f"result {index}")
+            exits.append(_joined(self.moves))
             departures.append(target)
-        return Plan(self.jaxpr, self.mesh, tuple(arrivals), entry, eqns, tuple(exits), tuple(departures), self.machine)
+        return Plan(self.jaxpr, self.mesh, problem.arrivals, entry, eqns, tuple(exits), tuple(departures), self.machine)
 
     def define(self, var: Var, layout: Layout) -> None:
         """A value is produced in a layout."""
@@ -174,33 +158,75 @@ class _Planner:
             return Versions(atom.aval, [Layout.replicated(self.mesh, np.ndim(atom.val))])
         return self.values[atom]
 
+    def is_zero(self, atom: Atom) -> bool:
+        """Whether a value is known to be zero: it is in every placement at once."""
+        if isinstance(atom, Literal):
+            value = np.asarray(atom.val)
+            return value.dtype != np.bool_ and not value.any()
+        return atom in self.zeros
+
     def require(self, atom: Atom, target: Layout, reason: str) -> None:
-        """Make a value available in a layout, by the cheapest move from any version."""
+        """Make a value available in a layout, by the cheapest move from any version.
+
+        A value in parts is first reduced to where all its later uses together would have it.
+        """
         versions = self.versions(atom)
         if target in versions:
             return
+        wish = self.unsettled_wish(atom)
+        if wish is not None and wish != target and not target.partial:
+            self.move(atom, wish, reason)
+        if target not in versions:
+            self.move(atom, target, reason)
+
+    def move(self, atom: Atom, target: Layout, reason: str) -> None:
+        """Record the cheapest move of a value to a layout, from any version."""
+        versions = self.versions(atom)
         shape, sizes = versions.aval.shape, item_sizes(versions.aval)
         source = min(versions, key=lambda layout: path_us(layout, target, shape, sizes, self.machine))
         steps = plan_steps(source, target, shape, sizes, self.machine)
         self.moves.append(Move(atom, source, target, steps, reason))
         (versions.made if any(step.communicates for step in steps) else versions.free).append(target)
 
-    def departure(self, atom: Atom, placements: P | None) -> Layout:
-        """The layout in which a result leaves: as stated, else as it is, with parts reduced."""
+    def unsettled_wish(self, atom: Atom) -> Layout | None:
+        """Where a value that exists in parts alone is to be reduced to, if its later uses have said so."""
+        if isinstance(atom, Literal) or not all(layout.partial for layout in self.values[atom].made):
+            return None
+        return self.wishes.get(atom)
+
+    def settled(self, atom: Atom) -> Layout:
+        """A layout without parts in which a value is available, or the one it is to be reduced to."""
         versions = self.versions(atom)
         whole = next((layout for layout in versions.made if not layout.partial), None)
-        if placements is None:
-            return whole or versions.primary.with_partial(())
-        target = merge(placements, versions.primary)
-        kept = {axis for axis, placement in placements.items(self.mesh.axis_names) if placement is None}
-        return target.with_partial(pair for pair in target.partial if pair[0] not in kept)
+        return whole or self.unsettled_wish(atom) or versions.primary.with_partial(())
+
+    def departure(self, atom: Atom, target: Target) -> Layout:
+        """The layout in which a result leaves: as stated, else as it is, with parts reduced."""
+        if isinstance(target, Layout):
+            return target
+        versions = self.versions(atom)
+        whole = next((layout for layout in versions.made if not layout.partial), None)
+        if target is None:
+            return whole or (versions.primary if self.problem.keeps_parts else versions.primary.with_partial(()))
+        merged = merge(target, versions.primary)
+        kept = {axis for axis, placement in target.items(self.mesh.axis_names) if placement is None}
+        return merged.with_partial(pair for pair in merged.partial if pair[0] not in kept)
+
+    def body(self, jaxpr: GlobalJaxpr, arrivals: Sequence[Layout], outputs: Sequence[Target]) -> Plan:
+        """The plan of a body, whose results may leave in parts."""
+        stated = (None,) * len(arrivals)
+        return cheapest(
+            Problem(jaxpr, self.mesh, self.machine, tuple(arrivals), stated, tuple(outputs), keeps_parts=True)
+        )
 
     def plan_eqn(self, eqn: JaxprEqn) -> PlannedEqn:
         """Decide one equation, and record the moves of its operands."""
         self.moves = []
-        special = PLACING.get(eqn.primitive)
+        special = PLACING.get(eqn.primitive) or CONTROL.get(eqn.primitive.name if "bodies" in eqn.params else "")
         if special is not None:
             return special(self, eqn)
+        if eqn.primitive.name in CARRIES_ZERO and self.is_zero(eqn.invars[0]):
+            self.zeros.update(eqn.outvars)
         rule = None if eqn.effects else rule_of(eqn)
         if rule is None:
             return self.fallback(eqn)
@@ -233,44 +259,56 @@ class _Planner:
     def assign(self, rule: Rule, versions: list[Versions], eqn: JaxprEqn) -> Assignment:
         """Choose what each mesh axis does to an equation, outermost axis first."""
         assignment, decided = Assignment(), []
+        wishes = [self.wishes.get(var) for var in eqn.outvars]
         for axis in self.axes:
             decided.append(axis)
-            if any(axis in layout.axes for value in versions for layout in value):
-                candidates = list(self.candidates(rule, versions, axis, assignment))
+            touched = any(axis in layout.axes for value in versions for layout in value)
+            if touched or any(wish is not None and axis in wish.axes for wish in wishes):
+                candidates = list(self.candidates(rule, versions, axis, assignment, eqn))
                 keys = [self.rate(rule, candidate, versions, axis, tuple(decided), eqn) for candidate in candidates]
                 assignment = candidates[min(range(len(keys)), key=keys.__getitem__)]
         return assignment
 
     def candidates(
-        self, rule: Rule, versions: list[Versions], axis: str, assignment: Assignment
+        self, rule: Rule, versions: list[Versions], axis: str, assignment: Assignment, eqn: JaxprEqn
     ) -> Iterator[Assignment]:
-        """What `axis` may do: nothing, shard a factor that an operand is sharded on, let parts pass."""
+        """What `axis` may do: nothing, shard a factor that an operand is sharded on or that is wished for, let parts pass."""
         yield assignment
-        factors = {
-            dims[dim][0]
-            for dims, value in zip(rule.operands, versions, strict=True)
-            for layout in value.made
-            if (dim := layout.dim_of(axis)) is not None and dims[dim]
-        }
+        sharded = [(dims, layout) for dims, value in zip(rule.operands, versions, strict=True) for layout in value.made]
+        wished = zip((*rule.operands, *rule.results), (*eqn.invars, *eqn.outvars), strict=True)
+        sharded += [
+            (dims, wish)
+            for at, (dims, atom) in enumerate(wished)
+            if (wish := self.unsettled_wish(atom) if at < len(eqn.invars) else self.wishes.get(atom)) is not None
+        ]
+        factors = {dims[dim][0] for dims, layout in sharded if (dim := layout.dim_of(axis)) is not None and dims[dim]}
         for factor in rule.shardable():
             axes = assignment.axes_of(factor)
             if factor in factors and rule.divides(factor, self.mesh.group_size((*axes, axis))):
                 for at in range(len(axes) + 1):
                     yield assignment.shard(factor, (*axes[:at], axis, *axes[at:]))
         for passes in rule.passes:
-            op = self.passing(passes, versions, axis)
+            op = self.passing(passes, versions, axis, eqn)
             if op is not None:
                 yield assignment.let_pass(axis, op, passes)
 
-    def passing(self, passes: Passes, versions: list[Versions], axis: str) -> str | None:
+    def passing(self, passes: Passes, versions: list[Versions], axis: str, eqn: JaxprEqn) -> str | None:
         """The op of the parts along `axis` that may pass, or None.
 
-        It is data movement, and all the operands named are parts that no other use has reduced already.
+        All the operands named are parts that no other use has reduced already, or zero; and it is data movement, a sum of
+        parts alone, or the only use of a value that does not grow by it. Elsewhere parts would multiply: a backward pass
+        is linear in its cotangents, and would end with one reduction for each parameter and use.
         """
-        if not passes.movement:
+        parts = [index for index in passes.operands if not self.is_zero(eqn.invars[index])]
+        ops = {layout.op_of(axis) for index in parts for layout in versions[index].made}
+        if len(ops) != 1 or not ops <= set(passes.ops):
             return None
-        ops = {layout.op_of(axis) for index in passes.operands for layout in versions[index].made}
-        return ops.pop() if len(ops) == 1 and ops <= set(passes.ops) else None
+        if not passes.movement and len(passes.operands) == 1:
+            (index,) = passes.operands
+            grows = sum(map(_nbytes, eqn.outvars)) > _nbytes(eqn.invars[index])
+            if grows or self.uses[eqn.invars[index]] > 1:
+                return None
+        return ops.pop()
 
     def rate(
         self,
@@ -287,18 +325,26 @@ class _Planner:
             return 2, math.inf
         operands, results = found
         communication, settled = 0.0, False
-        for value, required in zip(versions, operands, strict=True):
-            communication += min(self.move_us(value.aval, layout.restrict(decided), required) for layout in value)
+        for atom, value, required in zip(eqn.invars, versions, operands, strict=True):
+            communication += self.bring_us(atom, value, required, decided)
             settled |= axis in required.axes and any(layout.restrict(decided) == required for layout in value.made)
         avals = [var.aval for var in eqn.outvars]
-        reduction = sum(self.reduction_us(aval, layout, axis) for aval, layout in zip(avals, results, strict=True)) * (
-            not any(parts[0] == axis for parts in candidate.parts)
-        )
+        passes = any(parts[0] == axis for parts in candidate.parts)
+        reduction = 0.0 if passes else sum(map(self.reduction_us, eqn.outvars, results, [decided] * len(results)))
         ranks = math.prod(self.mesh.group_size(axes) for _, axes in candidate.factors)
         cost = communication + reduction + self.machine.compute_us(rule.flops / ranks)
         if settled and communication == 0 and not (reduction and _outgrows(avals, versions)):
             return 0, cost
         return 1, cost
+
+    def bring_us(self, atom: Atom, value: Versions, required: Layout, decided: tuple[str, ...]) -> float:
+        """What it costs to bring an operand, restricted to the axes decided, to a layout."""
+        direct = min(self.move_us(value.aval, layout.restrict(decided), required) for layout in value)
+        wish = self.unsettled_wish(atom)
+        if direct == 0 or wish is None or required.partial:
+            return direct
+        made, wish = value.primary.restrict(decided), wish.restrict(decided)
+        return self.move_us(value.aval, made, wish) + self.move_us(value.aval, wish, required)
 
     def move_us(self, aval: Any, source: Layout, target: Layout) -> float:
         """What a move communicates, in microseconds; 0 where it is free."""
@@ -306,12 +352,25 @@ class _Planner:
             return 0.0
         return path_us(source, target, aval.shape, sizes, self.machine)
 
-    def reduction_us(self, aval: Any, layout: Layout, axis: str) -> float:
-        """What it costs to reduce the parts of a result along `axis`; 0 where there are none."""
-        if layout.op_of(axis) is None:
+    def reduction_us(self, var: Var, layout: Layout, decided: tuple[str, ...]) -> float:
+        """What it costs to reduce a result's parts to where its later uses would have it; 0 where there are none."""
+        if not layout.partial:
             return 0.0
-        whole = layout.with_partial(pair for pair in layout.partial if pair[0] != axis)
-        return path_us(layout, whole, aval.shape, item_sizes(aval), self.machine)
+        wish = self.wishes.get(var)
+        whole = layout.with_partial(()) if wish is None else wish.restrict(decided)
+        return path_us(layout, whole, var.aval.shape, item_sizes(var.aval), self.machine)
+
+
+def _joined(moves: list[Move]) -> Move | None:
+    """Moves of one value, one after the other, as one."""
+    if not moves:
+        return None
+    steps = tuple(step for move in moves for step in move.steps)
+    return Move(moves[0].atom, moves[0].source, moves[-1].target, steps, moves[-1].reason)
+
+
+def _nbytes(atom: Atom) -> int:
+    return math.prod(atom.aval.shape) * int(atom.aval.dtype.itemsize)
 
 
 def _outgrows(results: list[Any], operands: list[Versions]) -> bool:
@@ -320,26 +379,27 @@ def _outgrows(results: list[Any], operands: list[Versions]) -> bool:
     return produced > sum(math.prod(value.aval.shape) * value.aval.dtype.itemsize for value in operands)
 
 
-def _plan_constrain(planner: _Planner, eqn: JaxprEqn) -> PlannedEqn:
-    """A pinned constraint brings the value to its placement; a preference leaves it where it is."""
+def _plan_constrain(planner: Planner, eqn: JaxprEqn) -> PlannedEqn:
+    """A pinned constraint brings the value to its placement. A preference is a wish, and moves nothing but parts."""
     current = planner.versions(eqn.invars[0]).primary
-    target = merge(eqn.params["placements"], current, eqn.params["free_dims"]) if eqn.params["pinned"] else current
-    return _place(planner, eqn, target)
+    if eqn.params["pinned"]:
+        return _place(planner, eqn, merge(eqn.params["placements"], current, eqn.params["free_dims"]))
+    return _place(planner, eqn, planner.settled(eqn.invars[0]) if planner.unsettled_wish(eqn.invars[0]) else current)
 
 
-def _plan_place_like(planner: _Planner, eqn: JaxprEqn) -> PlannedEqn:
+def _plan_place_like(planner: Planner, eqn: JaxprEqn) -> PlannedEqn:
     """The cotangent of a value held in parts is the same for every part: replicated where the value is partial."""
     return _place(planner, eqn, planner.versions(eqn.invars[1]).primary.with_partial(()))
 
 
-def _place(planner: _Planner, eqn: JaxprEqn, target: Layout) -> PlannedEqn:
+def _place(planner: Planner, eqn: JaxprEqn, target: Layout) -> PlannedEqn:
     planner.require(eqn.invars[0], target, f"constrained to {target}")
     planner.define(eqn.outvars[0], target)
     others = tuple(planner.versions(atom).primary for atom in eqn.invars[1:])
     return PlannedEqn(eqn, None, (target, *others), (target,), tuple(planner.moves))
 
 
-PLACING: Final[dict[Primitive, Callable[[_Planner, JaxprEqn], PlannedEqn]]] = {
+PLACING: Final[dict[Primitive, Callable[[Planner, JaxprEqn], PlannedEqn]]] = {
     constrain_p: _plan_constrain,
     place_like_p: _plan_place_like,
 }

@@ -25,8 +25,8 @@ from spmd.errors import RuleError
 from spmd.execute import Ranks, simulate
 from spmd.factors import Assignment, Rule, check_shape, layouts
 from spmd.lower import literal_value
+from spmd.plan import Plan, PlannedEqn
 from spmd.program import Program
-from spmd.propagate import Plan, PlannedEqn
 from spmd.rules import rule_of
 from spmd.trace import GlobalJaxpr, trace
 

@@ -16,7 +16,7 @@ import numpy as np
 from collectives.jax_compat import Literal, Source
 from placements import Layout
 from placements.redistribute import step_bytes
-from spmd.propagate import Move, PlannedEqn, item_sizes
+from spmd.plan import Move, Plan, PlannedEqn, item_sizes
 
 
 class Naming:
@@ -81,27 +81,48 @@ Row = tuple[str, str, str]
 def program_lines(program: Any) -> Iterator[str]:
     """The text: arguments, equations with the moves before them, results, and the sum."""
     plan, naming = program.plan, Naming(program)
-    rows = [*_input_rows(program, naming)]
-    sources = {id(move): source for move, source in plan.moves()}
-
-    def moves(items: Iterable[Move]) -> Iterator[Row]:
-        for move in items:
-            yield from _move_rows(program, naming, move, sources[id(move)])
-
-    rows += moves(plan.entry)
-    for planned in plan.eqns:
-        rows += moves(planned.moves)
-        if planned.rule is None and not planned.is_fallback:
-            naming.same(planned.eqn.outvars[0], planned.eqn.invars[0], planned.operands[0])
-        else:
-            rows.append(_equation_row(program, naming, planned))
-    rows += moves(move for move in plan.exits if move is not None)
+    rows = [*_input_rows(program, naming), *_plan_rows(program, naming, plan, "")]
     width = min(max((len(left) for left, _, _ in rows), default=0), 60)
     results = [naming.placed(a, layout) for a, layout in zip(plan.jaxpr.outputs, plan.departures, strict=True)]
     yield f"{program.name} on {plan.mesh!r}, shapes at {program.at}{_class_note(program)}"
-    yield from (f"  {left:<{width}}  {types}{note}" for left, types, note in rows)
+    yield from (f"  {left:<{width}}  {types}{note}".rstrip() for left, types, note in rows)
     yield f"  return {', '.join(results)}"
     yield _sum(program)
+
+
+def _plan_rows(program: Any, naming: Naming, plan: Plan, indent: str) -> Iterator[Row]:
+    """The lines of a plan's moves and equations; those of a body are indented."""
+    sources = {id(each.move): each.source for each in plan.moves()}
+
+    def moves(items: Iterable[Move]) -> Iterator[Row]:
+        for move in items:
+            for left, types, note in _move_rows(program, naming, move, sources[id(move)]):
+                yield indent + left, types, note
+
+    yield from moves(plan.entry)
+    for planned in plan.eqns:
+        yield from moves(planned.moves)
+        if planned.bodies:
+            yield from _body_rows(program, naming, planned, indent)
+        elif planned.rule is None and not planned.is_fallback:
+            naming.same(planned.eqn.outvars[0], planned.eqn.invars[0], planned.operands[0])
+        else:
+            left, types, note = _equation_row(program, naming, planned)
+            yield indent + left, types, note
+    yield from moves(move for move in plan.exits if move is not None)
+
+
+def _body_rows(program: Any, naming: Naming, planned: PlannedEqn, indent: str) -> Iterator[Row]:
+    """A loop or branch: its own line, then each body: what its inputs are, its lines, what it returns."""
+    left, types, note = _equation_row(program, naming, planned)
+    times = "" if planned.eqn.primitive.name == "cond" else f", {'?' if planned.count is None else planned.count} times"
+    for body in planned.bodies:
+        inputs = " ".join(naming(var) for var in body.jaxpr.inputs)
+        yield f"{indent}body {inputs}{times}", "", ""
+        yield from _plan_rows(program, naming, body, indent + "  ")
+        results = [naming.placed(a, layout) for a, layout in zip(body.jaxpr.outputs, body.departures, strict=True)]
+        yield f"{indent}  yield {', '.join(results)}", "", ""
+    yield indent + left, types, note
 
 
 def _input_rows(program: Any, naming: Naming) -> Iterator[Row]:

@@ -5,13 +5,15 @@ equations are merged, and what no result needs is dropped. Invariants of a `Glob
 input, a constant or an equation; no equation is one of `INLINED`; every equation is needed, or has an effect. Closed-over
 DArrays and large constants have become hidden inputs, after those of the arguments.
 
-Three primitives exist for tracing alone: `lift` turns a closed-over DArray into a tracer and vanishes here, `constrain` and
-`place_like` carry placements to the planner. Inside the body of a loop that runs by the fallback they do nothing.
+The bodies of loops and branches become global jaxprs of their own, under the parameter `bodies`; what they close over
+becomes operands. Three primitives exist for tracing alone: `lift` turns a closed-over DArray into a tracer and vanishes
+here, `constrain` and `place_like` carry placements to the planner.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -186,6 +188,10 @@ class _Flattening:
             elif eqn.primitive.name in INLINED and INLINED[eqn.primitive.name] in eqn.params:
                 body = eqn.params[INLINED[eqn.primitive.name]]
                 results = self.inline(body, self.guard(eqn, operands), (eqn, *callers))
+            elif eqn.primitive.name in NESTED and not eqn.effects:
+                results = [Var(var.aval) for var in eqn.outvars]
+                self.eqns.append(NESTED[eqn.primitive.name](self, eqn, operands).replace(outvars=results))
+                self.callers.update(dict.fromkeys(results[:1], callers) if callers else {})
             else:
                 key = self.key(eqn, operands)
                 found = None if key is None else self.seen.get(key)
@@ -234,6 +240,20 @@ class _Flattening:
                 self.eqns.append(new_equation(eqn, barrier, [operand], [result]))
         return guarded
 
+    def nested(self, jaxpr: Any) -> tuple[GlobalJaxpr, list[Atom]]:
+        """A body as a jaxpr of its own, whose first inputs are what it closes over; and the variables of these here."""
+        inner = _Flattening(self.is_hidden)
+        inputs = [Var(var.aval) for var in as_closed(jaxpr)[0].invars]
+        outputs = inner.inline(jaxpr, list(inputs))
+        captured = [*inner.constants, *inner.hidden]
+        body = GlobalJaxpr(
+            (*(var for var, _ in captured), *inputs),
+            tuple(drop_dead(inner.eqns, outputs)),
+            tuple(outputs),
+            callers=MappingProxyType(inner.callers),
+        )
+        return body, [self.constant(value, var.aval) for var, value in captured]
+
     def constant(self, value: Any, aval: Any) -> Var:
         """The variable of a closed-over constant."""
         if id(value) not in self.of_constant:
@@ -241,6 +261,42 @@ class _Flattening:
             self.of_constant[id(value)] = var
             (self.hidden if self.is_hidden(value) else self.constants).append((var, _owned(value)))
         return self.of_constant[id(value)]
+
+
+def _scan(flat: _Flattening, eqn: JaxprEqn, operands: list[Atom]) -> JaxprEqn:
+    body, captured = flat.nested(eqn.params["jaxpr"])
+    params = {**eqn.params, "num_consts": eqn.params["num_consts"] + len(captured), "bodies": (body,)}
+    return eqn.replace(invars=[*captured, *operands], params=params)
+
+
+def _while(flat: _Flattening, eqn: JaxprEqn, operands: list[Atom]) -> JaxprEqn:
+    n_condition, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    condition, of_condition = flat.nested(eqn.params["cond_jaxpr"])
+    body, of_body = flat.nested(eqn.params["body_jaxpr"])
+    invars = [*of_condition, *operands[:n_condition], *of_body, *operands[n_condition:]]
+    counts = {"cond_nconsts": n_condition + len(of_condition), "body_nconsts": n_body + len(of_body)}
+    return eqn.replace(invars=invars, params={**eqn.params, **counts, "bodies": (condition, body)})
+
+
+def _cond(flat: _Flattening, eqn: JaxprEqn, operands: list[Atom]) -> JaxprEqn:
+    """All branches take what any of them closes over."""
+    found = [flat.nested(branch) for branch in eqn.params["branches"]]
+    everything = list(dict.fromkeys(var for _, captured in found for var in captured))
+    bodies = []
+    for body, captured in found:
+        own = body.inputs[: len(captured)]
+        extra = iter(own)
+        inputs = [next(extra) if any(var is c for c in captured) else Var(var.aval) for var in everything]
+        bodies.append(dataclasses.replace(body, inputs=(*inputs, *body.inputs[len(captured) :])))
+    return eqn.replace(invars=[operands[0], *everything, *operands[1:]], params={**eqn.params, "bodies": tuple(bodies)})
+
+
+NESTED: Final[dict[str, Callable[[_Flattening, JaxprEqn, list[Atom]], JaxprEqn]]] = {
+    "cond": _cond,
+    "scan": _scan,
+    "while": _while,
+}
+"""Equations whose bodies are planned: the equation with `bodies`, and with what these close over among its operands."""
 
 
 def _owned(value: Any) -> Any:

@@ -1,0 +1,203 @@
+"""Planning loops and branches: their bodies are planned like any jaxpr, and carries by fixed point.
+
+A carry has one layout, in which it enters and leaves the body. Candidates are those of the initial values, what the body makes
+of these, and so on until it is stable; and parts where the body only adds parts to a carry: then one reduction follows the
+loop in place of one in every iteration. The cheapest candidate wins: what it costs to enter, every iteration, and to reduce
+what is left in parts.
+
+A scanned dim is whole on every rank. What a body would gather of a value that does not change is gathered once, before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from collectives.jax_compat import Atom, JaxprEqn, Literal
+from placements import Layout
+from placements.redistribute import path_us
+from spmd.plan import Plan, PlannedEqn, item_sizes
+
+if TYPE_CHECKING:
+    from spmd.propagate import Planner
+
+Layouts = tuple[Layout, ...]
+
+UNKNOWN_COUNT: Final = 10
+"""The iterations that a loop of unknown length is taken to have."""
+STEPS: Final = 4
+"""How often the fixed point is approached."""
+
+
+class _Loop:
+    """A loop under planning: `plan(constants, carry, results)` plans its body; other results than carries may follow."""
+
+    def __init__(
+        self, planner: Planner, eqn: JaxprEqn, init: Sequence[Atom], count: int, body: Any, first: int
+    ) -> None:
+        self.planner, self.eqn, self.init, self.count, self.body, self.first = planner, eqn, init, count, body, first
+
+    def choose(self, plan: Callable[..., Plan]) -> Layouts:
+        """The layouts of the carries."""
+        found = list(dict.fromkeys(self.candidates(plan)))
+        costs = [round(self.cost_us(carry, plan(carry, carry)), 6) for carry in found]
+        return found[costs.index(min(costs))]
+
+    def candidates(self, plan: Callable[..., Plan]) -> Iterator[Layouts]:
+        """What the carries might be, the initial values first."""
+        carry = tuple(self.planner.settled(atom) for atom in self.init)
+        for _ in range(STEPS):
+            yield carry
+            body = plan(carry, None)
+            made = body.departures[: len(carry)]
+            whole = tuple(layout.with_partial(()) for layout in made)
+            parts = tuple(self.accumulated(body, index) or layout for index, layout in enumerate(whole))
+            if parts != whole:
+                yield parts
+            if whole == carry:
+                return
+            carry = whole
+
+    def accumulated(self, body: Plan, index: int) -> Layout | None:
+        """The layout in parts of what the body adds to a carry and does nothing else with, if that is so."""
+        carry = self.body.inputs[self.first + index]
+        if sum(atom is carry for eqn in self.body.eqns for atom in eqn.invars) != 1:
+            return None
+        makers = {id(var): planned for planned in body.eqns for var in planned.eqn.outvars}
+        atom, added = self.body.outputs[index], []
+        while atom is not carry:
+            maker = makers.get(id(atom))
+            if maker is None or maker.eqn.primitive.name not in ("add", "add_any", "add_jaxvals"):
+                return None
+            left, right = maker.eqn.invars
+            other, atom = (right, left) if _leads_to(left, carry, makers) else (left, right)
+            producer = makers.get(id(other))
+            if producer is None:
+                return None
+            added.append(next(r for v, r in zip(producer.eqn.outvars, producer.results, strict=True) if v is other))
+        return added[0] if added and added[0].partial and len(set(added)) == 1 else None
+
+    def cost_us(self, carry: Layouts, body: Plan) -> float:
+        """Entering, iterating, and reducing what is left in parts."""
+        planner = self.planner
+        total = self.count * (body.communication_us() + body.compute_us())
+        for atom, var, layout in zip(self.init, self.eqn.outvars, carry, strict=False):
+            cost = functools.partial(
+                path_us, shape=atom.aval.shape, sizes=item_sizes(atom.aval), machine=planner.machine
+            )
+            if not planner.is_zero(atom):
+                total += min(0.0 if version == layout else cost(version, layout) for version in planner.versions(atom))
+            if layout.partial:
+                total += cost(layout, planner.wishes.get(var) or layout.with_partial(()))
+        return total
+
+
+def _leads_to(atom: Atom, carry: Atom, makers: dict[int, PlannedEqn]) -> bool:
+    """Whether sums lead from `carry` to `atom`."""
+    if atom is carry:
+        return True
+    maker = makers.get(id(atom))
+    sums = maker is not None and maker.eqn.primitive.name in ("add", "add_any", "add_jaxvals")
+    return sums and any(_leads_to(each, carry, makers) for each in maker.eqn.invars if not isinstance(each, Literal))  # type: ignore[union-attr]
+
+
+def _hoisted(body: Plan, constants: Layouts) -> Layouts:
+    """The layouts of a body's constants, with what it gathers of them in every iteration gathered before."""
+    found = list(constants)
+    for index, (var, layout) in enumerate(zip(body.jaxpr.inputs, constants, strict=False)):
+        moves = [move for planned in body.eqns for move in planned.moves if move.atom is var and move.communicates]
+        if len(moves) == 1 and moves[0].source == layout:
+            found[index] = moves[0].target
+    return tuple(found)
+
+
+def _finish(
+    planner: Planner, eqn: JaxprEqn, operands: Layouts, results: Layouts, bodies: Sequence[Plan], count: int | None
+) -> PlannedEqn:
+    """Bring the operands there, and define the results."""
+    for index, (atom, layout) in enumerate(zip(eqn.invars, operands, strict=True)):
+        planner.require(atom, layout, f"operand {index} of {eqn.primitive} as {layout}")
+    for var, layout in zip(eqn.outvars, results, strict=True):
+        planner.define(var, layout)
+    return PlannedEqn(eqn, None, operands, results, tuple(planner.moves), False, tuple(bodies), count)
+
+
+def _plan_scan(planner: Planner, eqn: JaxprEqn) -> PlannedEqn:
+    (body,) = eqn.params["bodies"]
+    n_consts, n_carry, length = (eqn.params[name] for name in ("num_consts", "num_carry", "length"))
+    constants = tuple(map(planner.settled, eqn.invars[:n_consts]))
+    init = eqn.invars[n_consts : n_consts + n_carry]
+    xs = tuple(planner.settled(atom).with_dim(0, ()) for atom in eqn.invars[n_consts + n_carry :])
+    rows = tuple(Layout(planner.mesh, layout.dims[1:]) for layout in xs)
+    wishes = [planner.wishes.get(var) for var in eqn.outvars[n_carry:]]
+
+    @functools.cache
+    def plan(constants: Layouts, carry: Layouts, targets: Layouts | None) -> Plan:
+        made = [*(targets or (None,) * n_carry), *(None for _ in wishes)]
+        found = planner.body(body, [*constants, *carry, *rows], made)
+        scattered = [
+            Layout(planner.mesh, wish.dims[1:]) if layout.partial and wish is not None and any(wish.dims[1:]) else None
+            for layout, wish in zip(found.departures[n_carry:], wishes, strict=True)
+        ]
+        if any(scattered):  # the stacked parts of all iterations would be whole on every rank
+            found = planner.body(body, [*constants, *carry, *rows], [*made[:n_carry], *scattered])
+        return found
+
+    loop = _Loop(planner, eqn, init, length, body, n_consts)
+    carry = loop.choose(functools.partial(plan, constants))
+    constants = _hoisted(plan(constants, carry, carry), constants)
+    chosen = plan(constants, carry, carry)
+    stacked = tuple(
+        Layout(planner.mesh, ((), *layout.dims)).with_partial(layout.partial) for layout in chosen.departures[n_carry:]
+    )
+    return _finish(planner, eqn, (*constants, *carry, *xs), (*carry, *stacked), [chosen], length)
+
+
+def _plan_while(planner: Planner, eqn: JaxprEqn) -> PlannedEqn:
+    condition, body = eqn.params["bodies"]
+    n_condition, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    constants = tuple(map(planner.settled, eqn.invars[: n_condition + n_body]))
+    init = eqn.invars[n_condition + n_body :]
+
+    @functools.cache
+    def plan(constants: Layouts, carry: Layouts, targets: Layouts | None) -> Plan:
+        return planner.body(body, [*constants[n_condition:], *carry], targets or [None] * len(carry))
+
+    loop = _Loop(planner, eqn, init, UNKNOWN_COUNT, body, n_body)
+    carry = loop.choose(functools.partial(plan, constants))
+    carry = tuple(layout.with_partial(()) for layout in carry) if _reads_parts(condition, n_condition, carry) else carry
+    constants = (*constants[:n_condition], *_hoisted(plan(constants, carry, carry), constants[n_condition:]))
+    predicate = planner.body(condition, [*constants[:n_condition], *carry], [Layout.replicated(planner.mesh, 0)])
+    return _finish(planner, eqn, (*constants, *carry), carry, [predicate, plan(constants, carry, carry)], None)
+
+
+def _reads_parts(condition: Any, first: int, carry: Layouts) -> bool:
+    """Whether a condition uses a carry that is in parts."""
+    read = {id(atom) for eqn in condition.eqns for atom in eqn.invars}
+    return any(layout.partial and id(var) in read for var, layout in zip(condition.inputs[first:], carry, strict=True))
+
+
+def _plan_cond(planner: Planner, eqn: JaxprEqn) -> PlannedEqn:
+    bodies = eqn.params["bodies"]
+    operands = tuple(map(planner.settled, eqn.invars[1:]))
+
+    @functools.cache
+    def plan(results: Layouts | None) -> tuple[Plan, ...]:
+        return tuple(planner.body(body, operands, results or [None] * len(eqn.outvars)) for body in bodies)
+
+    options = dict.fromkeys(tuple(r.with_partial(()) for r in found.departures) for found in plan(None))
+    options[tuple(Layout.replicated(planner.mesh, len(var.aval.shape)) for var in eqn.outvars)] = None
+    found = list(options)
+    costs = [round(sum(each.communication_us() + each.compute_us() for each in plan(option)), 6) for option in found]
+    results = found[costs.index(min(costs))]
+    index = Layout.replicated(planner.mesh, 0)
+    return _finish(planner, eqn, (index, *operands), results, plan(results), 1)
+
+
+CONTROL: Final[dict[str, Callable[[Planner, JaxprEqn], PlannedEqn]]] = {
+    "cond": _plan_cond,
+    "scan": _plan_scan,
+    "while": _plan_while,
+}
+"""Equations with bodies, by the name of their primitive."""

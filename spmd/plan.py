@@ -1,0 +1,134 @@
+"""`Plan`: a layout for every value of a global jaxpr, a strategy for every equation; no ranks yet.
+
+What the planner makes, and what lowering, printing and counting read. The body of a loop or branch has a plan of its own,
+inside the equation's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from collectives.jax_compat import Atom, JaxprEqn, Source
+from collectives.simulated import reduction_dtype
+from placements import ItemSizes, Layout, Machine, Mesh, Step
+from placements.redistribute import step_us
+from spmd.factors import Rule
+from spmd.trace import GlobalJaxpr
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Bring a value from one layout to another, just before the equation that asks for it."""
+
+    atom: Atom
+    source: Layout
+    target: Layout
+    steps: tuple[Step, ...]
+    reason: str
+
+    @property
+    def communicates(self) -> bool:
+        """Whether any step sends anything."""
+        return any(step.communicates for step in self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedEqn:
+    """An equation with the layouts of its operands and results, and the moves that bring the operands there.
+
+    `rule` is None for a fallback (operands replicated), for loops and branches, whose `bodies` are planned, and for equations
+    that only place a value. `count` says how often the bodies run; None: not known.
+    """
+
+    eqn: JaxprEqn
+    rule: Rule | None
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    moves: tuple[Move, ...]
+    is_fallback: bool = False
+    bodies: tuple[Plan, ...] = ()
+    count: int | None = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SourcedMove:
+    """A move, its source line, and how often it happens in one run; None: a loop of unknown length."""
+
+    move: Move
+    source: Source | None
+    count: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A layout for every value and a strategy for every equation; no ranks yet.
+
+    `arrivals` are the layouts in which the inputs come, `entry` the moves to what is stated for them, `exits` those of the
+    outputs to `departures`.
+    """
+
+    jaxpr: GlobalJaxpr
+    mesh: Mesh
+    arrivals: tuple[Layout, ...]
+    entry: tuple[Move, ...]
+    eqns: tuple[PlannedEqn, ...]
+    exits: tuple[Move | None, ...]
+    departures: tuple[Layout, ...]
+    machine: Machine
+
+    def moves(self, count: int | None = 1) -> Iterator[SourcedMove]:
+        """Every move in the order of execution, those of bodies included.
+
+        The source line is that of the equation that asks, for a result of the one that made it. `count` is how often the
+        plan as a whole runs.
+        """
+        yield from (SourcedMove(move, None, count) for move in self.entry)
+        for planned in self.eqns:
+            source = self.jaxpr.source(planned.eqn) if planned.moves else None
+            yield from (SourcedMove(move, source, count) for move in planned.moves)
+            inner = None if count is None or planned.count is None else count * planned.count
+            for body in planned.bodies:
+                yield from body.moves(inner)
+        makers = {id(var): planned.eqn for planned in self.eqns for var in planned.eqn.outvars}
+        for move in self.exits:
+            if move is not None:
+                maker = makers.get(id(move.atom))
+                yield SourcedMove(move, None if maker is None else self.jaxpr.source(maker), count)
+
+    def flat(self) -> Iterator[Plan]:
+        """This plan and those of all bodies in it."""
+        yield self
+        for planned in self.eqns:
+            for body in planned.bodies:
+                yield from body.flat()
+
+    def communication_us(self) -> float:
+        """What one run communicates, under the machine model. A loop of unknown length counts once."""
+        return sum(
+            (found.count or 1) * step_us(step, item_sizes(found.move.atom.aval), self.machine)
+            for found in self.moves()
+            for step in found.move.steps
+        )
+
+    def compute_us(self) -> float:
+        """What the busiest rank computes in one run, under the machine model."""
+        total = 0.0
+        for planned in self.eqns:
+            if planned.rule is not None:
+                total += self.machine.compute_us(planned.rule.flops / _ranks(planned))
+            total += sum(body.compute_us() for body in planned.bodies) * (planned.count or 1)
+        return total
+
+
+def _ranks(planned: PlannedEqn) -> int:
+    """Over how many ranks an equation's computation is divided: those along which an operand or result is sharded."""
+    layouts = (*planned.operands, *planned.results)
+    axes = dict.fromkeys(axis for layout in layouts for dim in layout.dims for axis in dim)
+    return layouts[0].mesh.group_size(tuple(axes)) if axes else 1
+
+
+def item_sizes(aval: Any) -> ItemSizes:
+    """The bytes per element of an aval, as moved and as reduced."""
+    return ItemSizes(aval.dtype.itemsize, reduction_dtype(aval.dtype).itemsize)
