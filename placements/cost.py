@@ -16,11 +16,13 @@ LOCAL_STEP_US: Final = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Latency of one collective in microseconds, bandwidth in GB/s (for all axes, and by axis), compute in GFLOP/s."""
+    """Latency of one collective in microseconds, bandwidth in GB/s (for all axes, and by axis), compute in GFLOP/s,
+    memory in GB/s."""
 
     latency_us: float = 10.0
     bandwidth_gb_s: float = 10.0
     gflops: float = 100.0
+    memory_gb_s: float = 10.0
     axis_bandwidth_gb_s: tuple[tuple[str, float], ...] = ()
 
     def bandwidth(self, axes: Iterable[str]) -> float:
@@ -31,6 +33,10 @@ class Machine:
     def collective_us(self, axes: tuple[str, ...], received: int) -> float:
         """The time of one collective in which the busiest coordinate receives so many bytes."""
         return self.latency_us + received / (self.bandwidth(axes) * 1e3)
+
+    def memory_us(self, nbytes: int) -> float:
+        """The time of writing memory."""
+        return nbytes / (self.memory_gb_s * 1e3)
 
     def compute_us(self, flops: float) -> float:
         """The time of a local computation."""

@@ -5,7 +5,8 @@ of these, and so on until it is stable; and parts where the body only adds parts
 loop in place of one in every iteration. The cheapest candidate wins: what it costs to enter, every iteration, and to reduce
 what is left in parts.
 
-A scanned dim is whole on every rank. What a body would gather of a value that does not change is gathered once, before.
+A scanned dim is whole on every rank: what shards it goes to the next dim, or is gathered. What a body would gather of a value
+that does not change is gathered once, before.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from collectives.jax_compat import Atom, JaxprEqn, Literal
 from placements import Layout
-from placements.redistribute import path_us
-from spmd.plan import Plan, PlannedEqn, item_sizes
+from spmd.plan import Plan, PlannedEqn
 
 if TYPE_CHECKING:
     from spmd.propagate import Planner
@@ -28,6 +28,9 @@ UNKNOWN_COUNT: Final = 10
 """The iterations that a loop of unknown length is taken to have."""
 STEPS: Final = 4
 """How often the fixed point is approached."""
+
+
+SUMS: Final = ("add", "add_any", "add_jaxvals")
 
 
 class _Loop:
@@ -68,7 +71,10 @@ class _Loop:
         atom, added = self.body.outputs[index], []
         while atom is not carry:
             maker = makers.get(id(atom))
-            if maker is None or maker.eqn.primitive.name not in ("add", "add_any", "add_jaxvals"):
+            if maker is not None and maker.eqn.primitive.name == "convert_element_type":
+                atom = maker.eqn.invars[0]
+                continue
+            if maker is None or maker.eqn.primitive.name not in SUMS:
                 return None
             left, right = maker.eqn.invars
             other, atom = (right, left) if _leads_to(left, carry, makers) else (left, right)
@@ -83,13 +89,8 @@ class _Loop:
         planner = self.planner
         total = self.count * (body.communication_us() + body.compute_us())
         for atom, var, layout in zip(self.init, self.eqn.outvars, carry, strict=False):
-            cost = functools.partial(
-                path_us, shape=atom.aval.shape, sizes=item_sizes(atom.aval), machine=planner.machine
-            )
-            if not planner.is_zero(atom):
-                total += min(0.0 if version == layout else cost(version, layout) for version in planner.versions(atom))
-            if layout.partial:
-                total += cost(layout, planner.wishes.get(var) or layout.with_partial(()))
+            total += planner.cheapest_us(atom, layout)
+            total += planner.reduction_us(var, layout, planner.axes)
         return total
 
 
@@ -98,8 +99,9 @@ def _leads_to(atom: Atom, carry: Atom, makers: dict[int, PlannedEqn]) -> bool:
     if atom is carry:
         return True
     maker = makers.get(id(atom))
-    sums = maker is not None and maker.eqn.primitive.name in ("add", "add_any", "add_jaxvals")
-    return sums and any(_leads_to(each, carry, makers) for each in maker.eqn.invars if not isinstance(each, Literal))  # type: ignore[union-attr]
+    if maker is None or maker.eqn.primitive.name not in (*SUMS, "convert_element_type"):
+        return False
+    return any(_leads_to(each, carry, makers) for each in maker.eqn.invars if not isinstance(each, Literal))
 
 
 def _hoisted(body: Plan, constants: Layouts) -> Layouts:
@@ -128,12 +130,12 @@ def _plan_scan(planner: Planner, eqn: JaxprEqn) -> PlannedEqn:
     n_consts, n_carry, length = (eqn.params[name] for name in ("num_consts", "num_carry", "length"))
     constants = tuple(map(planner.settled, eqn.invars[:n_consts]))
     init = eqn.invars[n_consts : n_consts + n_carry]
-    xs = tuple(planner.settled(atom).with_dim(0, ()) for atom in eqn.invars[n_consts + n_carry :])
-    rows = tuple(Layout(planner.mesh, layout.dims[1:]) for layout in xs)
+    arrived = tuple(map(planner.settled, eqn.invars[n_consts + n_carry :]))
     wishes = [planner.wishes.get(var) for var in eqn.outvars[n_carry:]]
 
     @functools.cache
-    def plan(constants: Layouts, carry: Layouts, targets: Layouts | None) -> Plan:
+    def plan(xs: Layouts, constants: Layouts, carry: Layouts, targets: Layouts | None) -> Plan:
+        rows = [Layout(planner.mesh, layout.dims[1:]) for layout in xs]
         made = [*(targets or (None,) * n_carry), *(None for _ in wishes)]
         found = planner.body(body, [*constants, *carry, *rows], made)
         scattered = [
@@ -145,13 +147,29 @@ def _plan_scan(planner: Planner, eqn: JaxprEqn) -> PlannedEqn:
         return found
 
     loop = _Loop(planner, eqn, init, length, body, n_consts)
-    carry = loop.choose(functools.partial(plan, constants))
-    constants = _hoisted(plan(constants, carry, carry), constants)
-    chosen = plan(constants, carry, carry)
+    options: list[tuple[float, int, Layouts, Layouts]] = []
+    for xs in dict.fromkeys((tuple(map(_unscanned, arrived)), tuple(layout.with_dim(0, ()) for layout in arrived))):
+        carry = loop.choose(functools.partial(plan, xs, constants))
+        found = plan(xs, constants, carry, carry)
+        moved = sum(map(planner.cheapest_us, eqn.invars[n_consts + n_carry :], xs))
+        options.append((round(moved + loop.cost_us(carry, found), 6), len(options), xs, carry))
+    _, _, xs, carry = min(options)
+    constants = _hoisted(plan(xs, constants, carry, carry), constants)
+    chosen = plan(xs, constants, carry, carry)
     stacked = tuple(
         Layout(planner.mesh, ((), *layout.dims)).with_partial(layout.partial) for layout in chosen.departures[n_carry:]
     )
     return _finish(planner, eqn, (*constants, *carry, *xs), (*carry, *stacked), [chosen], length)
+
+
+def _unscanned(layout: Layout) -> Layout:
+    """The scanned dim whole: the axes that shard it go to the next dim."""
+    axes = layout.dims[0]
+    return (
+        layout.with_dim(0, ()).with_dim(1, (*layout.dims[1], *axes))
+        if axes and layout.ndim > 1
+        else layout.with_dim(0, ())
+    )
 
 
 def _plan_while(planner: Planner, eqn: JaxprEqn) -> PlannedEqn:

@@ -113,12 +113,15 @@ class Plan:
         )
 
     def compute_us(self) -> float:
-        """What the busiest rank computes in one run, under the machine model."""
+        """What the busiest rank computes and stacks in one run, under the machine model."""
         total = 0.0
         for planned in self.eqns:
             if planned.rule is not None:
                 total += self.machine.compute_us(planned.rule.flops / _ranks(planned))
             total += sum(body.compute_us() for body in planned.bodies) * (planned.count or 1)
+            if planned.bodies:  # what a loop stacks is written whole, in parts or in shards
+                pairs = zip(planned.eqn.outvars, planned.results, strict=True)
+                total += sum(self.machine.memory_us(_local_bytes(var.aval, layout)) for var, layout in pairs)
         return total
 
 
@@ -127,6 +130,10 @@ def _ranks(planned: PlannedEqn) -> int:
     layouts = (*planned.operands, *planned.results)
     axes = dict.fromkeys(axis for layout in layouts for dim in layout.dims for axis in dim)
     return layouts[0].mesh.group_size(tuple(axes)) if axes else 1
+
+
+def _local_bytes(aval: Any, layout: Layout) -> int:
+    return layout.largest_local_size(aval.shape) * int(aval.dtype.itemsize)
 
 
 def item_sizes(aval: Any) -> ItemSizes:

@@ -352,6 +352,11 @@ class Planner:
             return 0.0
         return path_us(source, target, aval.shape, sizes, self.machine)
 
+    def cheapest_us(self, atom: Atom, target: Layout) -> float:
+        """What it costs to bring a value to a layout from the version that is nearest; 0 where that is free."""
+        versions = self.versions(atom)
+        return min(self.move_us(versions.aval, layout, target) for layout in versions)
+
     def reduction_us(self, var: Var, layout: Layout, decided: tuple[str, ...]) -> float:
         """What it costs to reduce a result's parts to where its later uses would have it; 0 where there are none."""
         if not layout.partial:

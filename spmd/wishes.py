@@ -8,6 +8,7 @@ state is scattered.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 Wishes = dict[Var, Layout]
 """Per value the layout that its later uses would like best, without parts."""
 
-AHEAD: Final = 3
+AHEAD: Final = 6
 """How many equations ahead a use on shards is followed."""
 
 
@@ -38,10 +39,12 @@ class _Backward:
 
     def __init__(self, plan: Plan, problem: Problem) -> None:
         self.plan, self.problem, self.machine = plan, problem, plan.machine
+        self.bandwidth_alone = dataclasses.replace(plan.machine, latency_us=0.0)  # small reductions share a message
         self.uses: dict[Var, list[tuple[PlannedEqn, int]]] = {}
         self.results: dict[Var, list[Layout]] = {}
         self.demands: dict[Var, list[Layout]] = {}
         self.wishes: Wishes = {}
+        self.costs: dict[tuple[Var, Layout, int], float] = {}
 
     def run(self) -> Wishes:
         for atom, target, layout in zip(
@@ -105,6 +108,12 @@ class _Backward:
 
     def use_us(self, var: Var, layout: Layout, ahead: int) -> float:
         """What all uses of a value cost, from a layout of it: what they move, and what follows."""
+        key = var, layout, ahead
+        if key not in self.costs:
+            self.costs[key] = self._use_us(*key)
+        return self.costs[key]
+
+    def _use_us(self, var: Var, layout: Layout, ahead: int) -> float:
         shape, sizes = var.aval.shape, item_sizes(var.aval)
 
         def move_us(target: Layout) -> float:
@@ -150,9 +159,8 @@ class _Backward:
         total = 0.0
         for var, result in zip(planned.eqn.outvars, results, strict=True):
             whole = result.with_partial(())
-            total += (
-                path_us(result, whole, var.aval.shape, item_sizes(var.aval), self.machine) if result.partial else 0.0
-            )
+            if result.partial:
+                total += path_us(result, whole, var.aval.shape, item_sizes(var.aval), self.bandwidth_alone)
             total += self.use_us(var, whole, ahead)
         yield total
 
