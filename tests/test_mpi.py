@@ -52,7 +52,7 @@ def test_ranks(n: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     Without `--all` each case runs on two ranks, and on three or on four.
     """
     part = {} if n == 2 or request.config.getoption("--all") else {"SPMD_TEST_PART": f"{n - 3}/2"}
-    targets = [str(TESTS / "ranks" / "test_ranks.py"), str(TESTS / "test_cases.py")]
+    targets = [str(TESTS / "ranks" / "test_ranks.py"), str(TESTS / "test_cases.py"), str(TESTS / "test_loops.py")]
     done = mpiexec(n, str(TESTS / "ranks" / "run.py"), str(tmp_path), *targets, timeout=400, SPMD_TIMEOUT="60", **part)
     logs = {path.stem: path.read_text() for path in sorted(tmp_path.glob("*.log"))}
     statuses = [path.read_text() for path in sorted(tmp_path.glob("*.status"))]

@@ -1,0 +1,259 @@
+"""Loops and branches: values and gradients on every rank, carries by fixed point, and what their bodies communicate.
+
+Run in a lone process on the simulator, and by `tests/test_mpi.py` again on real ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from oracle import GRIDS, RANKS, agree, fit
+
+import spmd
+from placements import Mesh, P, Partial, Shard
+
+ROWS, COLUMNS, WHOLE = P(a=Shard(0)), P(a=Shard(1)), P()
+FOUR = Mesh(a=4, backend="simulated")
+
+
+def signed(*shape: int) -> np.ndarray:
+    """Numbers of both signs, of size 1 at most, that vary with position."""
+    return ((((np.arange(int(np.prod(shape))) * 7) % 11 - 5) / 6).reshape(shape)).astype(np.float32)
+
+
+def struct(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, np.float32)
+
+
+def lower(function: Any, placements: Any, *args: Any, mesh: Mesh = FOUR, out: Any = None) -> spmd.Program:
+    return spmd.jit(function, mesh=mesh, in_placements=placements, out_placements=out, fallback="error").lower(*args)
+
+
+def layers(ws: Any, x: Any) -> Any:
+    """A stack of residual blocks, scanned; the size of every activation is a second output."""
+
+    def block(h: Any, w: Any) -> tuple[Any, Any]:
+        into, out = w
+        h = h + jnp.tanh(h @ into) @ out
+        return h, jnp.sum(h**2)
+
+    return lax.scan(block, x, ws)
+
+
+WS = [signed(3, 4, 6), signed(3, 6, 4)[:, ::-1].copy()]
+X = signed(5, 4)
+
+
+@pytest.mark.parametrize(
+    "placements",
+    [
+        (WHOLE, ROWS),
+        ([P(a=Shard(1)), P(a=Shard(2))], ROWS),
+        ([P(a=Shard(2)), P(a=Shard(1))], WHOLE),
+        ([P(a=Shard(0)), WHOLE], COLUMNS),
+        ([WHOLE, P(a=Shard(1))], P(a=Partial())),
+    ],
+)
+def test_scan_over_layers(placements: Any) -> None:
+    """Replicated and sharded weights on every dim, the scanned one included; sharded, whole and partial activations."""
+    meshes = RANKS
+    if any(p == P(a=Partial()) for p in jax.tree.leaves(placements, is_leaf=lambda p: isinstance(p, P))):
+        placements = (placements[0], WHOLE)
+
+    def both(a: Any, b: Any, x: Any) -> Any:
+        return layers([a, b], x)
+
+    weights = placements[0] if isinstance(placements[0], list) else [placements[0]] * 2
+    agree(both, [*WS, X], [*weights, placements[1]], meshes, compiled=True)
+
+
+def test_scan_on_two_axes() -> None:
+    """Data- and tensor-parallel at once, in both orders."""
+
+    def both(a: Any, b: Any, x: Any) -> Any:
+        return layers([a, b], x)
+
+    agree(both, [*WS, X], [P(b=Shard(2)), P(b=Shard(1)), ROWS], GRIDS)
+    agree(both, [*WS, X], [P(b=Shard(2), a=Shard(1)), P(b=Shard(1), a=Shard(2)), P(a=Shard(0), b=Shard(0))], GRIDS)
+
+
+def test_reverse_unrolled_and_without_inputs() -> None:
+    """scan's own options; a carry of several leaves; ys alone; length zero."""
+
+    def several(x: Any) -> Any:
+        def body(carry: Any, row: Any) -> Any:
+            total, count = carry
+            return (total + row.sum(), count + 1), (row * 2, total)
+
+        return lax.scan(body, (0.0, 0), x, reverse=True, unroll=2)
+
+    for placement in (ROWS, COLUMNS, WHOLE):
+        agree(several, [signed(6, 5)], [placement], RANKS)
+    agree(lambda x: lax.scan(lambda c, _: (jnp.sin(c @ x), None), x, None, length=3)[0], [signed(4, 4)], [ROWS], RANKS)
+    agree(lambda x: lax.scan(lambda c, r: (c + r, c), jnp.zeros(3), x[:0]), [signed(4, 3)], [COLUMNS], RANKS)
+    agree(lambda x: lax.map(lambda r: r / (1 + jnp.sum(r**2)), x), [signed(6, 5)], [ROWS], RANKS)
+
+
+def test_a_carry_finds_its_placement_d2() -> None:
+    """D2: a carry that starts replicated, or as a literal zero, and becomes sharded; cumulative sums; an integer counter."""
+
+    def sums(x: Any) -> Any:
+        return lax.scan(lambda c, row: (c + row, c), jnp.zeros(x.shape[1]), x)
+
+    agree(sums, [signed(6, 5)], [COLUMNS], RANKS)
+    program = lower(sums, (COLUMNS,), struct(6, 8))
+    program.check()
+    assert [str(layout) for layout in program.plan.departures] == ["P(a=S(0))", "P(a=S(1))"]
+
+    def power(x: Any, w: Any) -> Any:
+        return lax.fori_loop(0, 3, lambda i, v: jnp.tanh(v @ w) + i, x)
+
+    agree(power, [signed(5, 4), signed(4, 4)], [ROWS, WHOLE], RANKS)
+    lower(power, (ROWS, WHOLE), struct(8, 4), struct(4, 4)).check()
+
+    def slices(x: Any) -> Any:
+        return lax.fori_loop(0, 3, lambda i, total: total + lax.dynamic_index_in_dim(x, i, 0, False), jnp.zeros(4))
+
+    agree(slices, [signed(5, 4)], [COLUMNS], RANKS)
+    agree(slices, [signed(5, 4)], [ROWS], RANKS)
+
+
+def test_a_sum_over_iterations_stays_in_parts() -> None:
+    """The products of every iteration are parts; one reduction follows the loop."""
+
+    def total(x: Any, y: Any) -> Any:
+        def body(carry: Any, rows: Any) -> Any:
+            a, b = rows
+            return carry + a.T @ b, None
+
+        return lax.scan(body, jnp.zeros((3, 2)), (x, y))[0]
+
+    x, y = signed(4, 5, 3), signed(4, 5, 2)
+    placement = P(a=Shard(1))
+    agree(total, [x, y], [placement, placement], RANKS)
+    program = lower(total, (placement, placement), struct(4, 8, 3), struct(4, 8, 2))
+    program.check(all_reduce=1)
+    assert program.collectives[0].count == 1
+    lower(total, (placement, placement), struct(4, 8, 3), struct(4, 8, 2), out=P(a=Shard(0))).check(reduce_scatter=1)
+
+
+def test_while_and_nested_loops() -> None:
+    """A predicate from a sum over the ranks; a loop in a loop; early exit."""
+
+    def halve(x: Any) -> Any:
+        return lax.while_loop(lambda v: jnp.sum(v**2) > 0.1, lambda v: v * 0.5, x)
+
+    agree(halve, [signed(5, 3)], [ROWS], RANKS, gradient=False, compiled=True)
+
+    def nested(x: Any) -> Any:
+        def outer(h: Any, row: Any) -> Any:
+            h = lax.fori_loop(0, 2, lambda i, v: v + jnp.sum(v) * 0.1 + row, h)
+            return h, h.sum()
+
+        return lax.scan(outer, x[0], x)
+
+    for placement in (ROWS, COLUMNS):
+        agree(nested, [signed(4, 5)], [placement], RANKS)
+
+
+def test_cond_and_switch() -> None:
+    """Branches with and without collectives, of other natural placements; a predicate that depends on data."""
+
+    def chosen(x: Any) -> Any:
+        return lax.cond(x.sum() > 0, lambda x: x @ x.T, lambda x: x @ x.T * 2 + x.sum(), x)
+
+    for sign in (1, -1):
+        for placement in (ROWS, COLUMNS):
+            agree(chosen, [sign * signed(5, 3) + sign], [placement], RANKS, compiled=True)
+
+    def switched(x: Any, i: Any) -> Any:
+        return lax.switch(i, [lambda x: x.sum(0), lambda x: x[0] * 1.0, lambda x: jnp.zeros(3)], x)
+
+    for i in range(3):
+        agree(switched, [signed(5, 3), np.int32(i)], [ROWS, WHOLE], RANKS)
+
+
+def test_remat_gathers_again() -> None:
+    """jax.checkpoint in a scan: right gradients; weights are gathered forward, and again backward."""
+
+    def loss(a: Any, b: Any, x: Any, remat: bool) -> Any:
+        def block(h: Any, w: Any) -> Any:
+            return h + jnp.tanh(h @ w[0]) @ w[1], None
+
+        return jnp.mean(lax.scan(jax.checkpoint(block) if remat else block, x, (a, b))[0] ** 2)
+
+    shards = P(a=Shard(1))
+    agree(lambda a, b, x: loss(a, b, x, True), [*WS, X], [shards, shards, ROWS], RANKS)
+    args = struct(3, 64, 256), struct(3, 256, 64), struct(512, 64)
+    for remat in (False, True):
+        gradient = jax.grad(lambda a, b, x, r=remat: loss(a, b, x, r), argnums=(0, 1))
+        program = lower(gradient, (shards, shards, ROWS), *args, out=(shards, shards))
+        program.check(all_gather=4, reduce_scatter=2)
+        assert [c.count for c in program.collectives if c.name == "all_gather"] == [3] * 4
+
+
+def test_what_does_not_change_is_gathered_once() -> None:
+    """A sharded matrix that every iteration multiplies by is gathered before the loop."""
+
+    def power(x: Any, w: Any) -> Any:
+        return lax.fori_loop(0, 10, lambda i, v: jnp.tanh(v @ w), x)
+
+    program = lower(power, (ROWS, ROWS), struct(512, 16), struct(16, 16))
+    program.check(all_gather=1)
+    assert program.collectives[0].count == 1
+    agree(power, [signed(5, 4), signed(4, 4)], [ROWS, ROWS], RANKS)
+
+
+def test_constraints_and_closures_inside_a_body() -> None:
+    """spmd.constrain places a value within an iteration; a closed-over DArray and array are operands of the loop."""
+    mesh = fit(Mesh(a=2))
+    closed = spmd.distribute(signed(4, 4), ROWS, mesh)
+    constant = signed(4)
+
+    def pinned(x: Any) -> Any:
+        def body(h: Any, _: Any) -> Any:
+            h = spmd.constrain(jnp.sin(h), COLUMNS)
+            return h @ jnp.asarray(closed) + constant, None
+
+        return lax.scan(body, x, None, length=3)[0]
+
+    expected = signed(5, 4)
+    for _ in range(3):
+        expected = np.sin(expected) @ signed(4, 4) + constant
+    decorated = spmd.jit(pinned, mesh=mesh, in_placements=ROWS)
+    np.testing.assert_allclose(decorated(signed(5, 4)).full(), expected, rtol=1e-4, atol=1e-5)
+    (loop,) = (planned for planned in decorated.lower(signed(5, 4)).plan.eqns if planned.bodies)
+    (product,) = (each for each in loop.bodies[0].eqns if each.eqn.primitive.name == "dot_general")
+    assert [str(layout) for layout in product.operands] == ["P(a=S(1))", "P(a=S(0))"]
+
+
+def test_a_loop_without_communication_has_none() -> None:
+    """Rows that do not meet stay where they are, through scan, while and cond."""
+
+    def rows(x: Any) -> Any:
+        x = lax.scan(lambda c, _: (c * 0.9 + jnp.sum(c, 1, keepdims=True), None), x, None, length=4)[0]
+        x = lax.while_loop(lambda s: s[1] < 3, lambda s: (jnp.sin(s[0]), s[1] + 1), (x, 0))[0]
+        return lax.cond(True, jnp.cos, jnp.tan, x)
+
+    lower(rows, (ROWS,), struct(8, 3)).check()
+    agree(rows, [signed(5, 3)], [ROWS], RANKS, gradient=False)
+
+
+def test_the_text_shows_the_body() -> None:
+    """A loop's body is indented, with its collectives and how often it runs."""
+
+    def total(x: Any) -> Any:
+        return lax.scan(lambda c, r: (c + jnp.tanh(r.sum()), None), 0.0, x)[0]
+
+    program = lower(total, (P(a=Shard(1)),), struct(6, 8))
+    text = str(program)
+    assert ", 6 times" in text
+    assert "\n    f = all_reduce[a, sum] e" in text
+    assert program.collectives[0].count == 6
+    assert program.bytes == 6 * program.collectives[0].bytes
+    program.check(all_reduce=1, max_bytes=program.bytes)
