@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import sys
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -16,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from collectives.communicator import Communicator
-from collectives.errors import BackendError
+from collectives.errors import BackendError, TransportError
 from collectives.launch import Launch
 from collectives.watch import ends_job, wait
 from collectives.wire import Piece, Transfer, arrange
@@ -65,6 +67,9 @@ NUMPY: Final[dict[str, Any]] = {
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
 }  # fmt: skip
 
+ABANDONED: Final[list[Any]] = []
+"""Requests that failed underway, with their buffers: MPI may still use these."""
+
 Spec = list[Any]
 Start = Callable[[], list[Any]]
 
@@ -76,21 +81,41 @@ class Prepared:
         self.communicator, self.transfer, self.what = communicator, transfer, what
         self.kind = TYPES[transfer.dtype]
         self.starts: dict[tuple[int, int], list[Start]] = {}
+        self.pending: Sequence[Any] = ()
 
     def __call__(self, source: int, target: int) -> None:
-        """Run it. Raises `TransportError` where it does not end."""
+        """Run it on memory of XLA's. A failure underway ends the job: MPI may still write to that memory, or send from it."""
+        try:
+            self.run(source, target, ())
+        except BaseException as error:
+            if not self.pending:
+                raise
+            rank = MPI.COMM_WORLD.rank
+            print(f"rank {rank}: {type(error).__name__}: {error or self.what()}; the job ends", file=sys.stderr)
+            self.communicator.abort(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+    def run(self, source: int, target: int, owners: tuple[Any, ...]) -> None:
+        """Run it. Raises `TransportError` where it does not end; what owns the memory is then kept for good."""
         starts = self.starts.get((source, target))
         if starts is None:
             if len(self.starts) >= KEPT:
                 self.starts.clear()
             starts = self.starts[source, target] = list(BUILD[self.transfer.kind](self, source, target))
-        for start in starts:
-            requests = start()
-            if len(requests) == 1:
-                if not requests[0].Test():
-                    wait(requests[0].Test, self.what, self.communicator.absent)
-            elif requests:
-                wait(functools.partial(MPI.Request.Testall, requests), self.what, self.communicator.absent)
+        try:
+            for start in starts:
+                self.pending = requests = start()
+                if len(requests) == 1:
+                    if not requests[0].Test():
+                        wait(requests[0].Test, self.what, self.communicator.absent)
+                elif requests:
+                    wait(functools.partial(MPI.Request.Testall, requests), self.what, self.communicator.absent)
+        except MPI.Exception as error:
+            ABANDONED.append((self.pending, starts, owners))
+            raise TransportError(f"{self.what()}: {error}") from error
+        except BaseException:
+            ABANDONED.append((self.pending, starts, owners))
+            raise
+        self.pending = ()
         self.communicator.done += 1
 
     def spec(self, address: int, start: int, count: int) -> Spec:
@@ -298,7 +323,7 @@ class Job:
             self.completed[status.source] = dict(zip(*words.T.tolist(), strict=True))
         return [
             rank
-            for rank, counts in self.completed.items()
+            for rank, counts in sorted(self.completed.items())
             if rank in communicator.world_ranks and counts.get(communicator.key, 0) <= communicator.done
         ]
 
@@ -356,7 +381,7 @@ class MpiCommunicator(Communicator):
         buffer = np.ascontiguousarray(arranged.buffer)
         received = np.empty(arranged.transfer.items_out, arranged.transfer.dtype)
         transfer = self.prepare(arranged.transfer, lambda: f"{name} of {buffer.dtype}{list(np.shape(array))}")
-        transfer(buffer.ctypes.data, received.ctypes.data)
+        transfer.run(buffer.ctypes.data, received.ctypes.data, (buffer, received))
         return arranged.result(received)
 
     def all_reduce(self, array: Any, *, op: str) -> Any:
@@ -394,12 +419,27 @@ class MpiCommunicator(Communicator):
     def compare(self, words: np.ndarray[Any, Any], largest: np.ndarray[Any, Any], what: Callable[[], str]) -> None:
         """All-reduce `words` by max into `largest`: a few words, for every launch."""
         kind = TYPES[words.dtype]
-        self._finish(self.comm.Iallreduce([words, words.size, kind], [largest, largest.size, kind], MPI.MAX), what)
+        self._finish(
+            self.comm.Iallreduce([words, words.size, kind], [largest, largest.size, kind], MPI.MAX),
+            what,
+            words,
+            largest,
+        )
 
-    def _finish(self, request: Any, what: Callable[[], str]) -> None:
-        if not request.Test():
-            wait(request.Test, what, self.absent)
+    def _finish(self, request: Any, what: Callable[[], str], *owners: Any) -> None:
+        try:
+            if not request.Test():
+                wait(request.Test, what, self.absent)
+        except BaseException as error:
+            ABANDONED.append((request, owners))
+            if isinstance(error, MPI.Exception):
+                raise TransportError(f"{what()}: {error}") from error
+            raise
         self.done += 1
+
+    def abort(self, status: int) -> None:
+        """End the job, every process of it."""
+        abort(status)
 
     def subgroup(self, ranks: tuple[int, ...], name: str) -> MpiCommunicator:
         """The communicator of some members (indices here), in that order. They all call it, with one name.
@@ -409,7 +449,13 @@ class MpiCommunicator(Communicator):
         world_ranks = tuple(self.world_ranks[rank] for rank in ranks)
         group = self.comm.Get_group().Incl(list(ranks))
         with ends_job(f"making the group of world ranks {list(world_ranks)}", abort):
-            made = self.comm.Create_group(group, zlib.crc32(name.encode()) % 30_000)
+            try:
+                made = self.comm.Create_group(group, zlib.crc32(name.encode()) % 30_000)
+            except MPI.Exception as error:
+                raise BackendError(
+                    f"making the group of world ranks {list(world_ranks)}: {error}. {len(self.job.communicators)} "
+                    "communicators exist; every mesh makes some, and MPI libraries end at one or two thousand."
+                ) from error
         return MpiCommunicator(made, world_ranks, self.job, f"{name} {world_ranks}")
 
 
@@ -428,4 +474,7 @@ def connect(launch: Launch) -> MpiCommunicator:
 
 def abort(status: int) -> None:
     """End the job, every process of it."""
-    MPI.COMM_WORLD.Abort(status)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(0.3)  # launchers drop what they have not forwarded when a job is aborted
+    MPI.COMM_WORLD.Abort(status or 1)

@@ -11,15 +11,19 @@ too; a normal end is announced, so that a peer that still waits for this rank ge
 from __future__ import annotations
 
 import atexit
+import contextlib
+import faulthandler
 import functools
+import io
 import itertools
 import os
 import sys
-import time
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import jax
 import numpy as np
 
 from collectives import simulated, watch
@@ -85,12 +89,23 @@ def world() -> Communicator:
     found = launch()
     if found is None:
         return Alone()
-    from collectives import mpi
-
-    connected = mpi.connect(found)
+    mpi = _start_mpi(found.size)
+    with watch.ends_job(f"making the communicators of all {found.size} processes (some rank uses no mesh)", mpi.abort):
+        connected = mpi.connect(found)
     watch.watch_interrupts()
     _install_hooks(connected)
     return connected
+
+
+def _start_mpi(size: int) -> Any:
+    """The MPI back end. A start that the other processes do not join ends this one: it holds the interpreter's lock."""
+    print(end="", file=sys.stderr, flush=True)
+    faulthandler.dump_traceback_later(watch.timeout_s(), exit=True)
+    try:
+        from collectives import mpi
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    return mpi
 
 
 def is_simulated(mesh: Mesh) -> bool:
@@ -120,8 +135,9 @@ class MeshProcess:
         self.poison: BaseException | None = None
         self.calls = 0
         self.token: Any = None
-        self._words = np.zeros(4, np.uint64)
-        self._largest = np.zeros(4, np.uint64)
+        self._words = np.zeros(5, np.uint64)
+        self._largest = np.zeros(5, np.uint64)
+        _MADE.append(self)
 
     def group(self, axes: tuple[str, ...]) -> Any:
         """The communicator along `axes`, members in their order. Collective over the mesh the first time."""
@@ -137,30 +153,41 @@ class MeshProcess:
         own = self.mesh.position(self.coordinate)
         return next(group for group in group_positions(self.mesh, axes) if own in group)
 
-    def agree(self, digest: int, text: Callable[[], str]) -> None:
-        """Return if all ranks of the mesh launch the same program, as their call of the same number.
-
-        Communication: one all_reduce of 32 bytes; `SPMD_CHECK=off` leaves it out. Raises `DivergenceError` on every rank,
-        with the first line of `text()` that differs; and again the error that poisoned the mesh.
-        """
+    def check_usable(self) -> None:
+        """Raise `TransportError`, naming the first failure, once a program or collective has failed underway."""
         if self.poison is not None:
             raise TransportError(
                 f"{self.mesh!r} is poisoned: a program on it failed underway, and ranks may be at different collectives. "
                 f"Start the job anew. The first failure was {type(self.poison).__name__}: {self.poison}"
             ) from self.poison
+
+    def agree(self, digest: int, text: Callable[[], str], asks: bool = False) -> bool:
+        """Return if all ranks of the mesh launch the same program, as their call of the same number.
+
+        The result says whether any rank `asks`: what follows on one rank then follows on all. Communication: one all_reduce
+        of 40 bytes; `SPMD_CHECK=off` leaves it out. Raises `DivergenceError` on every rank, with the first line of `text()`
+        that differs; and again the error that poisoned the mesh.
+        """
+        self.check_usable()
         _forget_exit()
+        watch.forget_interrupts()
         self.calls += 1
         if os.environ.get("SPMD_CHECK") == "off":
-            return
+            return False
         mask = (1 << 64) - 1
-        self._words[:] = (digest, digest ^ mask, self.calls, self.calls ^ mask)
+        self._words[:] = (digest, digest ^ mask, self.calls, self.calls ^ mask, asks)
         try:
-            self.agreement.compare(self._words, self._largest, lambda: f"launch {self.calls} on {self.mesh!r}")
+            self.agreement.compare(
+                self._words,
+                self._largest,
+                lambda: f"launch {self.calls} on {self.mesh!r}, of {text().splitlines()[0].partition(' on ')[0]}",
+            )
         except BaseException as error:
             self.poison = error
             raise
-        if self._words.tobytes() != self._largest.tobytes():
+        if self._words[:4].tobytes() != self._largest[:4].tobytes():
             self._explain(text())
+        return bool(self._largest[4])
 
     def _explain(self, text: str) -> None:
         """Exchange the texts and raise, on every rank alike."""
@@ -174,10 +201,11 @@ class MeshProcess:
         other = (
             next(rank for rank in range(1, size) if texts[rank] != texts[0]) if len(set(map(tuple, texts))) > 1 else 0
         )
-        pairs = itertools.zip_longest(texts[0], texts[other], fillvalue="(nothing)")
-        first = next(
-            (pair for pair in pairs if pair[0] != pair[1]), ("(the same text)", "(other constants or parameters)")
-        )
+        pairs = [
+            pair for pair in itertools.zip_longest(texts[0], texts[other], fillvalue="(nothing)") if pair[0] != pair[1]
+        ]
+        named = [pair for pair in pairs if any(line.startswith("  argument") for line in pair)]
+        first = [*named, *pairs, ("(the same text)", "(other constants or parameters)")][0]
         raise DivergenceError(
             f"the ranks of {self.mesh!r} launch different programs; nothing was sent. The first line that differs:\n"
             f"  rank {self.agreement.world_ranks[0]}: {first[0].strip()}\n"
@@ -205,6 +233,8 @@ def _check_fits(mesh: Mesh, everyone: Communicator) -> None:
         raise BackendError(f"rank {everyone.rank} is not on {mesh!r}, and runs something on it.")
 
 
+_MADE: Final[list[MeshProcess]] = []
+"""Every mesh that this process has run something on."""
 _EXIT: Final[dict[str, Any]] = {"status": 0}
 """The status of the last `sys.exit` since a program was launched: atexit handlers do not see it."""
 
@@ -218,15 +248,19 @@ def _install_hooks(connected: Any) -> None:
     owner, hook, leave = os.getpid(), sys.excepthook, sys.exit
 
     def excepthook(kind: Any, value: BaseException, trace: Any) -> None:
-        if os.getpid() == owner:
-            print(f"rank {connected.rank}:", file=sys.stderr)
-        hook(kind, value, trace)
-        _EXIT["status"] = 1
-        if os.getpid() == owner:
-            _abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+        if os.getpid() != owner:
+            hook(kind, value, trace)
+            return
+        text = io.StringIO()
+        with contextlib.redirect_stderr(text):
+            hook(kind, value, trace)
+        sys.stderr.write(f"rank {connected.rank}:\n{text.getvalue()}")  # in one piece: ranks write at the same time
+        _EXIT["status"] = 130 if issubclass(kind, KeyboardInterrupt) else 1
+        connected.abort(_EXIT["status"])
 
     def exit_recording(status: Any = None) -> Any:
-        _EXIT["status"] = 0 if status is None else status if isinstance(status, int) else 1
+        if threading.current_thread() is threading.main_thread():
+            _EXIT["status"] = 0 if status is None else (status % 256 or bool(status)) if isinstance(status, int) else 1
         leave(status)
 
     def at_exit() -> None:
@@ -236,22 +270,15 @@ def _install_hooks(connected: Any) -> None:
             os._exit(int(_EXIT["status"]))
         if _EXIT["status"]:
             print(f"rank {connected.rank} exits with status {_EXIT['status']}: the job ends", file=sys.stderr)
-            _abort(int(_EXIT["status"]))
+            connected.abort(int(_EXIT["status"]))
         try:
+            for made in _MADE:
+                jax.block_until_ready(made.token)  # with asynchronous dispatch a program may be underway
             connected.job.announce()
         except Exception:
             traceback.print_exc()
-            _abort(1)
+            connected.abort(1)
 
     sys.excepthook = excepthook
     sys.exit = exit_recording
     atexit.register(at_exit)
-
-
-def _abort(status: int) -> None:
-    from collectives import mpi
-
-    sys.stdout.flush()
-    sys.stderr.flush()
-    time.sleep(0.3)  # launchers drop what they have not forwarded when a job is aborted
-    mpi.abort(status or 1)

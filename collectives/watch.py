@@ -25,8 +25,12 @@ _wakeup: list[int] = []
 
 
 def timeout_s() -> float:
-    """The limit in seconds."""
-    return float(os.environ.get("SPMD_TIMEOUT", "300"))
+    """The limit in seconds. Raises `ValueError`, naming the variable, where it is no number."""
+    text = os.environ.get("SPMD_TIMEOUT", "300")
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"SPMD_TIMEOUT={text!r}: a number of seconds") from None
 
 
 def wait(test: Callable[[], bool], what: Callable[[], str], absent: Callable[[], list[int]]) -> None:
@@ -51,7 +55,8 @@ def wait(test: Callable[[], bool], what: Callable[[], str], absent: Callable[[],
             raise KeyboardInterrupt
         gone = absent()
         if gone and not test():
-            raise PeerLeft(f"{what()}: rank {', '.join(map(str, gone))} has left: its interpreter has ended.")
+            who = f"rank {gone[0]} has" if len(gone) == 1 else f"ranks {', '.join(map(str, gone))} have"
+            raise PeerLeft(f"{what()}: {who} left without coming here: the interpreter has ended.")
         if now - start > limit:
             raise CollectiveTimeout(
                 f"{what()}: not done after {limit:g} s (SPMD_TIMEOUT). Some rank of the group never came to this collective."
@@ -89,8 +94,16 @@ def watch_interrupts() -> None:
     _wakeup.append(reader)
 
 
+def forget_interrupts() -> None:
+    """Forget signals that the main thread has seen: it runs Python now, so it has handled them."""
+    if _wakeup:
+        with contextlib.suppress(BlockingIOError):
+            os.read(_wakeup[0], 4096)
+
+
 def _interrupted() -> bool:
-    if not _wakeup:
+    """Whether Ctrl-C was pressed, and means KeyboardInterrupt."""
+    if not _wakeup or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return False
     try:
         return signal.SIGINT in os.read(_wakeup[0], 64)

@@ -213,8 +213,8 @@ class SpmdFunction:
         if sent and self.options.redistribute == "error":
             raise ArgumentError(
                 f"{self.signature.name}: argument {leaf.path} is {leaf.value!r}, stated as {wanted}: to bring it there takes "
-                f"{', '.join(sent)}. Move it yourself with x.redistribute({leaf.stated!r}), or decorate with "
-                'spmd.jit(..., redistribute="allow").'
+                f"{', '.join(sent)}. If it is the result of a decorated function, state its out_placements; else move it "
+                f'with x.redistribute({leaf.stated!r}), or decorate with spmd.jit(..., redistribute="allow").'
             )
         return arrival, wanted
 

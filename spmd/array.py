@@ -96,8 +96,8 @@ class DArray:
 
     @property
     def shards(self) -> Mapping[Coordinate, jax.Array]:
-        """The shards that this process holds, by coordinate (in mesh order)."""
-        return MappingProxyType(dict(zip(held_coordinates(self.mesh), self._ranks(), strict=True)))
+        """The shards that this process holds, by coordinate (in mesh order): all in the simulator, one on a real rank."""
+        return MappingProxyType(_Shards(zip(held_coordinates(self.mesh), self._ranks(), strict=True)))
 
     @property
     def local(self) -> jax.Array:
@@ -235,6 +235,16 @@ class DArray:
                 return getattr(self.__jax_array__(), name)
             raise AttributeError(_eager(f"x.{name}", self))
         raise AttributeError(f"'DArray' object has no attribute {name!r}")
+
+
+class _Shards(dict[Coordinate, jax.Array]):
+    """Shards by coordinate; one that this process does not hold is an error that says which it does."""
+
+    def __missing__(self, coordinate: Any) -> Any:
+        held = ", ".join(map(str, self))
+        raise KeyError(
+            f"{coordinate}: this process holds the shard of {held} (x.local on a real rank); x.full() gathers all"
+        )
 
 
 def _eager(what: str, array: DArray) -> str:

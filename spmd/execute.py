@@ -15,6 +15,7 @@ drops some that do nothing for a shape.)
 
 from __future__ import annotations
 
+import functools
 import os
 import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -28,6 +29,7 @@ from jax import lax
 from collectives import ffi, jax_compat, primitives, process
 from collectives.errors import DivergenceError
 from collectives.jax_compat import Literal
+from placements import Mesh
 from spmd.lower import literal_value
 from spmd.program import Collective, Program
 
@@ -175,6 +177,7 @@ def collectives_in(eqns: Sequence[Any]) -> Iterator[Any]:
 
 def run_alone(here: process.MeshProcess, name: str, array: Any, **arguments: Any) -> Any:
     """One collective over all ranks of a mesh, outside a program. A failure underway poisons the mesh."""
+    here.check_usable()
     try:
         return getattr(here.communicator, name)(array, **arguments)
     except BaseException as error:
@@ -188,8 +191,22 @@ def run_collective(name: str, buffers: Ranks, params: dict[str, Any]) -> Ranks:
     if process.is_simulated(mesh):
         return primitives.simulate(name, buffers, params)
     here = process.on_mesh(mesh)
+    here.check_usable()
     arguments = primitives.group_arguments(name, here.members(params["axes"]), params)
-    return (jnp.asarray(getattr(here.group(params["axes"]), name)(buffers[0], **arguments)),)
+    try:
+        return (jnp.asarray(getattr(here.group(params["axes"]), name)(buffers[0], **arguments)),)
+    except BaseException as error:
+        here.poison = error
+        raise
+
+
+def agree_on(mesh: Mesh, lines: Callable[[], list[str]]) -> None:
+    """Return if all ranks of a mesh make the same call outside a program; raises `DivergenceError` on all where not."""
+    if not process.is_simulated(mesh):
+        text = functools.cache(lambda: "\n".join(lines()))
+        here = process.on_mesh(mesh)
+        digest = 0 if os.environ.get("SPMD_CHECK") == "off" else zlib.crc32(text().encode())
+        here.agree(digest, text)
 
 
 class Executable:
@@ -233,15 +250,18 @@ class LocalExecutable:
     def __call__(self, inputs: Sequence[Ranks], hosts: Sequence[Any]) -> list[Ranks]:
         """Agree, run, and hand on the token. Raises what a handler raised; any exception underway poisons the mesh."""
         here = self.here
-        here.agree(self.digest, lambda: str(self.program))
-        if self.compiled is None or os.environ.get("SPMD_CHECK") == "values":
+        asks = self.compiled is None or os.environ.get("SPMD_CHECK") == "values"
+        if here.agree(self.digest, lambda: str(self.program), asks):
             self.compare(hosts)
         try:
             if self.compiled is None:
                 self.compiled = jax.jit(self.threaded())
             if here.token is None:
                 here.token = ffi.new_token()
-            here.token, *results = self.compiled(here.token, *self.index, *(ranks[0] for ranks in inputs))
+            shards = [ranks[0] for ranks in inputs]
+            for shard in shards:  # else XLA would run the program on another thread, and return before it has
+                shard.block_until_ready()
+            here.token, *results = self.compiled(here.token, *self.index, *shards)
         except BaseException as error:
             cause = ffi.take_failure()
             here.poison = error if cause is None else cause

@@ -1,6 +1,7 @@
 """Making DArrays: from whole arrays, from callbacks, from local pieces, and from nothing.
 
-None of these communicates, but for `distribute(source=...)` and `from_local(exchange=True)` on real ranks.
+No data move, but for `distribute(source=...)` and `from_local(exchange=True)`. On real ranks these two functions are
+collective: the ranks compare what they pass.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from placements.mesh import group_positions
 from spmd.array import DArray, build_shards, refuse_in_trace, shards_of
 from spmd.current import mesh_or_current
 from spmd.errors import ArgumentError
-from spmd.execute import run_alone, run_collective
+from spmd.execute import COMPARED_BYTES, agree_on, run_alone, run_collective
 from spmd.prefix import PlacedLeaf, place_leaves
 from spmd.validate import valid_layout
 
@@ -41,9 +42,12 @@ def layout_of(what: str, placements: P, mesh: Mesh, shape: Shape, dtype: Any) ->
 def distribute(x: Any, placements: Any, mesh: Mesh | None = None, *, source: int | None = None) -> Any:
     """A whole array, the same on every rank, as a DArray; or a pytree of arrays, with a prefix of placements.
 
-    The data are copied. `source=r` takes rank r's array and broadcasts it (in the simulator there is one array). Without it:
-    no communication. Raises `InvalidPlacement` where the placements do not fit, `ArgumentError` for a DArray (move it with
-    `x.redistribute`).
+    The data are copied. `source=r` takes rank r's array and broadcasts it (in the simulator there is one array); without it no
+    data move. Collective: on real ranks shapes, placements and checksums are compared (of 16 MB at most), since a rank's own
+    piece in place of the whole array would be cut again. Pieces are for `from_local`, `from_callback` reads the data in parts.
+
+    Raises `DivergenceError` on every rank where they pass different arrays, `InvalidPlacement` where the placements do not
+    fit, `ArgumentError` for a DArray (move it with `x.redistribute`).
 
     >>> from placements import Shard
     >>> distribute(np.arange(5.0), P(dp=Shard(0)), Mesh(dp=4)).shards[(0,)].shape
@@ -55,10 +59,27 @@ def distribute(x: Any, placements: Any, mesh: Mesh | None = None, *, source: int
     found = mesh_or_current(mesh, "spmd.distribute")
     if source is not None and source not in found.ranks:
         raise ArgumentError(f"spmd.distribute: source={source} is no rank of {found!r}.")
+    placed, treedef = place_leaves(placements, x, "x", "spmd.distribute", _aval)
+    agree_on(found, lambda: _lines(placed, source))
     if source is not None and not is_simulated(found):
         x = jax.tree.map(lambda leaf: _from_rank(leaf, source, found), x)
-    placed, treedef = place_leaves(placements, x, "x", "spmd.distribute", _aval)
+        placed, treedef = place_leaves(placements, x, "x", "spmd.distribute", _aval)
     return jax.tree.unflatten(treedef, [_distribute(leaf, found) for leaf in placed])
+
+
+def _lines(placed: list[PlacedLeaf], source: int | None) -> list[str]:
+    """What the ranks must agree on: every leaf's shape, dtype, placements; without a source the values too."""
+    lines, left = [f"spmd.distribute source={source}"], COMPARED_BYTES
+    for leaf in placed:
+        lines.append(f"  {leaf.path}: {leaf.aval.dtype}{list(leaf.aval.shape)} as {leaf.stated}")
+        if source is None and left > 0:
+            data = raw_bytes(leaf.value)[:left]
+            left -= len(data)
+            lines.append(
+                f"  {leaf.path}: values of checksum {zlib.crc32(data):08x}. Every rank passes the same whole array; "
+                "a rank's own piece goes to spmd.from_local, and source=... takes one rank's array"
+            )
+    return lines
 
 
 def _from_rank(leaf: Any, source: int, mesh: Mesh) -> Any:
@@ -135,6 +156,7 @@ def from_local(
     refuse_in_trace("spmd.from_local")
     found = mesh_or_current(mesh, "spmd.from_local")
     pieces = tuple(jnp.array(piece, copy=True) for piece in _held_pieces(x, found))
+    agree_on(found, lambda: [f"spmd.from_local as {placements!r}, shape={shape}, exchange={exchange}"])
     all_pieces = _described(pieces, found)
     kinds = [f"{piece.dtype}{list(piece.shape)}" for piece in all_pieces]
     if len({(piece.dtype, len(piece.shape)) for piece in all_pieces}) > 1:

@@ -183,8 +183,8 @@ class _Flattening:
 
         for eqn in opened.eqns:
             operands = [read(atom) for atom in eqn.invars]
-            if eqn.primitive is lift_p:
-                results: list[Atom] = operands
+            if eqn.primitive is lift_p or eqn.primitive.name == "stop_gradient":
+                results: list[Atom] = operands  # differentiation is over: the same value
             elif eqn.primitive.name in INLINED and INLINED[eqn.primitive.name] in eqn.params:
                 body = eqn.params[INLINED[eqn.primitive.name]]
                 results = self.inline(body, self.guard(eqn, operands), (eqn, *callers))

@@ -151,6 +151,38 @@ FAULTS: dict[str, tuple[int, str, str, bool]] = {
     "a caught exit is forgotten": (
         2, "try: sys.exit(2)\nexcept SystemExit: pass\nf(x)\nprint('fine')", "fine", True,
     ),
+    "a program fails underway": (  # its memory cannot be given back: MPI may still use it
+        2,
+        "os.environ['SPMD_CHECK'] = 'off'\nbig = np.ones(400_000, np.float32)\n"
+        "g = spmd.jit(lambda x: jnp.tanh(x) + x.sum(), mesh=mesh, in_placements=P(a=Shard(0)))\ng(big)\n"
+        "if rank == 1: time.sleep(9)\n"
+        "try: g(big)\nexcept collectives.TransportError: pass\nprint('continued')",
+        "all_reduce[a, sum] float32[]  4 bytes", False,
+    ),
+    "large arguments that are not ready": (
+        2,
+        "big = np.arange(4_000_000, dtype=np.float32)\n"
+        "g = spmd.jit(lambda x: jnp.tanh(x.reshape(2, -1)).sum(0) * 2, mesh=mesh, in_placements=P(a=Shard(0)))\n"
+        "g(big)\nif rank == 1: time.sleep(0.3)\nr = g(big)\nprint('fine')",
+        "fine", True,
+    ),
+    "a rank compiles again": (2,
+        "g = spmd.jit(lambda x, loud=False: x.sum(0), mesh=mesh, in_placements=P(a=Shard(0)), static_argnames='loud')\n"
+        "for step in range(3): g(x, loud=rank == 0 and step == 0)\nprint('fine')",
+        "fine", True,
+    ),
+    "pieces in place of the whole array": (
+        2, "spmd.distribute(x + rank, P(a=Shard(0)), mesh)", "goes to spmd.from_local", False,
+    ),
+    "other kinds from one source": (
+        2, "spmd.distribute(x if rank else x.astype(np.int32), P(), mesh, source=0)", "launch different programs", False,
+    ),
+    "a signal that the user handled": (
+        2,
+        "signal.signal(signal.SIGINT, lambda *a: print('handled'))\nos.kill(os.getpid(), signal.SIGINT)\n"
+        "if rank: time.sleep(1)\nf(x)\nprint('fine')",
+        "fine", True,
+    ),
     "a rank that leaves once it has taken part": (  # the root of a small broadcast is through before the leaf, 3, gets it
         4,
         "if rank in (1, 2): time.sleep(3)\nassert world.broadcast(x + rank, root=0)[1] == 1\nprint('fine')", "fine", True,
