@@ -160,6 +160,10 @@ def _reduce_directly(p: Prepared, source: int, target: int, bounds: Sequence[Bou
     def exchange() -> list[Any]:
         return [receive(*message) for message in receives] + [send(*message) for message in sends]
 
+    if size == 2 and receives and sends and MPI.Get_version() >= (4, 0):  # one request in place of two
+        ((outgoing, peer, _),), ((incoming, _, _),) = sends, receives
+        exchange = functools.partial(_one, comm.Isendrecv, outgoing, peer, TAG, incoming, peer, TAG)
+
     def compute() -> list[Any]:
         reduce(received[0], received[1], out=own)
         for other in received[2:]:
