@@ -33,15 +33,12 @@ MESH = Mesh(a=WORLD.size)
 
 def reduce_in(token: Any, x: Any) -> tuple[Any, Any]:
     """A sum over the world as a custom call."""
-    return ffi.collective(
-        token,
-        x,
-        "all_reduce",
-        WORLD.rank,
-        WORLD.size,
-        lambda transfer: WORLD.prepare(transfer, lambda: "sum"),
-        op="sum",
-    )
+
+    def prepare(transfer: Any) -> Any:
+        return WORLD.prepare(transfer, lambda: "sum")
+
+    token, (found,) = ffi.collective(token, [x], "all_reduce", WORLD.rank, WORLD.size, prepare, [{"op": "sum"}])
+    return token, found
 
 
 def loop(count: int, communicates: bool) -> Callable[..., Any]:

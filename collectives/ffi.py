@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from collectives.jax_compat import Primitive, ShapedArray, register_ffi_lowering
-from collectives.wire import Transfer, arrange
+from collectives.wire import Transfer, arrange, join
 
 TARGET: Final = "spmd_collective"
 Run = Callable[[int, int], None]
@@ -109,19 +109,30 @@ def new_token() -> jax.Array:
 
 
 def collective(
-    token: Any, value: Any, name: str, rank: int, size: int, prepare: Callable[[Transfer], Run], **arguments: Any
-) -> tuple[Any, Any]:
-    """The collective `name` on a traced value, as a custom call: the next token, and the result.
+    token: Any,
+    values: Sequence[Any],
+    name: str,
+    rank: int,
+    size: int,
+    prepare: Callable[[Transfer], Run],
+    each: Sequence[dict[str, Any]],
+) -> tuple[Any, list[Any]]:
+    """The collective `name` on traced values, as one custom call: the next token, and the results.
 
-    `arguments` are those of `Communicator.<name>`; `prepare` makes the transfer callable. Typed keys move as their words.
+    `each` has the arguments of `Communicator.<name>` per value; `prepare` makes the transfer callable. Typed keys move as their
+    words.
     """
-    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-        data = jax.random.key_data(value)
-        token, moved = collective(token, data, name, rank, size, prepare, **arguments)
-        return token, jax.random.wrap_key_data(moved, impl=jax.random.key_impl(value))
-    arranged = arrange(name, value, rank, size, **arguments)
-    transfer = arranged.transfer
+    impls = [
+        jax.random.key_impl(value) if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key) else None
+        for value in values
+    ]
+    words = [value if impl is None else jax.random.key_data(value) for value, impl in zip(values, impls, strict=True)]
+    joined = join([arrange(name, x, rank, size, **arguments) for x, arguments in zip(words, each, strict=True)])
+    transfer = joined.transfer
     number = len(_RUNS)
     _RUNS.append(prepare(transfer))
-    token, received = call_p.bind(token, arranged.buffer, number=number, items=transfer.items_out, dtype=transfer.dtype)
-    return token, arranged.result(received)
+    token, received = call_p.bind(token, joined.buffer, number=number, items=transfer.items_out, dtype=transfer.dtype)
+    return token, [
+        result if impl is None else jax.random.wrap_key_data(result, impl=impl)
+        for result, impl in zip(joined.results(received), impls, strict=True)
+    ]

@@ -1,9 +1,10 @@
 """THE table: per collective its primitive, its abstract evaluation, and what it says about one group.
 
-A collective primitive sits in a rank's local jaxpr. Its parameters are the same on every rank of a mesh but for
-`out_sizes`, the local sizes that it produces (static, and equal within a shape class):
+A collective primitive sits in a rank's local jaxpr. It takes any number of operands, which share one message, and gives as many
+results: `mesh` and `axes` say that it acts in the group along `axes`, the first major, and `each` has the parameters of every
+operand. These are the same on every rank of a mesh but for `out_sizes`, the local sizes that it produces (static, and equal
+within a shape class):
 
-- `mesh`, `axes`: it acts in the group along `axes`, the first major;
 - `op`: a reduction; `root`: a flat index in the group; `pairs`: (source, destination) flat indices;
 - `dim`, `to_dim`: array dims; `split`, `to_split`, `have`, `want`: the intervals of a dim as formulas of the coordinate.
 
@@ -13,7 +14,7 @@ back end for the one that its process is in. Lowering rules are added by the bac
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,6 +26,8 @@ from placements.intervals import Bounds, Intervals
 from placements.mesh import Coordinate, Mesh, group_positions
 
 Arguments = dict[str, Any]
+Each = tuple[tuple[tuple[str, Any], ...], ...]
+"""Per operand the items of its parameters, in the order of their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +89,11 @@ def _permute(members: list[Coordinate], params: Arguments) -> Arguments:
 
 def _row(name: str, out_shape: Callable[..., tuple[int, ...]], arguments: Callable[..., Arguments]) -> Collective:
     primitive = Primitive(name)
+    primitive.multiple_results = True
 
-    def abstract_eval(operand: Any, **params: Any) -> Any:
-        return ShapedArray(out_shape(operand.shape, **params), operand.dtype)
+    def abstract_eval(*operands: Any, mesh: Mesh, axes: tuple[str, ...], each: Each) -> list[Any]:
+        pairs = zip(operands, each, strict=True)
+        return [ShapedArray(out_shape(operand.shape, **dict(params)), operand.dtype) for operand, params in pairs]
 
     primitive.def_abstract_eval(abstract_eval)
     return Collective(primitive, out_shape, arguments)
@@ -108,9 +113,18 @@ TABLE: Final[dict[str, Collective]] = {
 BY_PRIMITIVE: Final[dict[Primitive, str]] = {row.primitive: name for name, row in TABLE.items()}
 
 
-def bind(name: str, operand: Any, *, mesh: Mesh, axes: tuple[str, ...], **params: Any) -> Any:
-    """Put the collective `name` on `operand` into the jaxpr that is being traced."""
-    return TABLE[name].primitive.bind(operand, mesh=mesh, axes=axes, **params)
+def bind(
+    name: str, operands: Sequence[Any], *, mesh: Mesh, axes: tuple[str, ...], each: Sequence[Arguments]
+) -> list[Any]:
+    """Put the collective `name` on `operands`, in one message, into the jaxpr that is being traced."""
+    items = tuple(tuple(sorted(params.items())) for params in each)
+    return list(TABLE[name].primitive.bind(*operands, mesh=mesh, axes=axes, each=items))
+
+
+def parameters(eqn: Any) -> list[Arguments]:
+    """The parameters of every operand of a collective's equation, mesh and axes among them."""
+    shared = {"mesh": eqn.params["mesh"], "axes": eqn.params["axes"]}
+    return [{**shared, **dict(items)} for items in eqn.params["each"]]
 
 
 def group_arguments(name: str, members: list[Coordinate], params: Arguments) -> Arguments:

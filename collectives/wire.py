@@ -67,6 +67,83 @@ class Arranged:
     result: Callable[[Any], Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Several arranged collectives of one kind as one: the buffer, the transfer, and every result from what was received."""
+
+    buffer: Any
+    transfer: Transfer
+    results: Callable[[Any], list[Any]]
+
+
+def join(parts: Sequence[Arranged]) -> Joined:
+    """One transfer for several of one kind, op and dtype. Buffers that are ordered by members are interleaved."""
+    first = parts[0].transfer
+    if len(parts) == 1:
+        return Joined(parts[0].buffer, first, lambda x: [parts[0].result(x)])
+    transfers = [part.transfer for part in parts]
+    assert len({(t.kind, t.dtype, t.op, t.root) for t in transfers}) == 1, "transfers of several kinds in one message"
+    sends = [t.sends if t.sends else t.counts if t.kind == "reduce_scatter" else (t.items_in,) for t in transfers]
+    counts = [(t.items_out,) if t.kind == "reduce_scatter" else t.counts or (t.items_out,) for t in transfers]
+    starts_in, starts_out = (
+        np.cumsum([0, *lengths[:-1]]).tolist()
+        for lengths in ([t.items_in for t in transfers], [t.items_out for t in transfers])
+    )
+    transfer = Transfer(
+        first.kind,
+        first.dtype,
+        sum(t.items_in for t in transfers),
+        sum(t.items_out for t in transfers),
+        op=first.op,
+        counts=_sum([t.counts for t in transfers]),
+        sends=_sum([t.sends for t in transfers]),
+        total=sum(t.total for t in transfers),
+        root=first.root,
+        outgoing=_shifted([t.outgoing for t in transfers], starts_in),
+        incoming=_shifted([t.incoming for t in transfers], starts_out),
+    )
+    pieces = _by_member([part.buffer for part in parts], sends)
+    buffer = _xp(pieces[0]).concatenate(pieces)
+
+    def results(received: Any) -> list[Any]:
+        return [part.result(flat) for part, flat in zip(parts, _apart(received, counts), strict=True)]
+
+    return Joined(buffer, transfer, results)
+
+
+def _sum(columns: list[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*columns, strict=True)))
+
+
+def _shifted(pieces: list[tuple[Piece, ...]], starts: list[int]) -> tuple[Piece, ...]:
+    return tuple(
+        Piece(piece.member, piece.start + start, piece.count)
+        for each, start in zip(pieces, starts, strict=True)
+        for piece in each
+    )
+
+
+def _by_member(buffers: list[Any], lengths: list[tuple[int, ...]]) -> list[Any]:
+    """The runs of all buffers for the first member, then those for the second, and so on."""
+    ends = [np.cumsum(each).tolist() for each in lengths]
+    return [
+        buffer[end[member] - length[member] : end[member]]
+        for member in range(len(lengths[0]))
+        for buffer, end, length in zip(buffers, ends, lengths, strict=True)
+    ]
+
+
+def _apart(received: Any, counts: list[tuple[int, ...]]) -> list[Any]:
+    """The inverse, for what was received: one buffer each, the runs from all members in order."""
+    xp, start = _xp(received), 0
+    runs: list[list[Any]] = [[] for _ in counts]
+    for member in range(len(counts[0])):
+        for run, count in zip(runs, counts, strict=True):
+            run.append(received[start : start + count[member]])
+            start += count[member]
+    return [run[0] if len(run) == 1 else xp.concatenate(run) for run in runs]
+
+
 def arrange(name: str, array: Any, rank: int, size: int, **arguments: Any) -> Arranged:
     """The collective `name` on `array`, for member `rank` of `size`; `arguments` are those of `Communicator.<name>`."""
     return ARRANGE[name](array, rank, size, **arguments)

@@ -31,7 +31,7 @@ from collectives.errors import DivergenceError
 from collectives.jax_compat import Literal
 from placements import Mesh
 from spmd.lower import literal_value
-from spmd.program import Collective, Program
+from spmd.program import Message, Program
 
 Ranks = tuple[Any, ...]
 """One value on every rank that this process holds: one array per position of the mesh; on a real rank one in all."""
@@ -74,8 +74,11 @@ def _together(walks: list[Walk], memo: Memo) -> list[Ranks]:
         if name is None:
             results = SIMULATED_CONTROL[eqns[0].primitive.name](eqns, operands)
         else:
-            buffers = tuple(jnp.asarray(values[0]) for values in operands)
-            results = [[buffer] for buffer in primitives.simulate(name, buffers, eqns[0].params)]
+            columns = [
+                primitives.simulate(name, tuple(jnp.asarray(value) for value in column), params)
+                for column, params in zip(zip(*operands, strict=True), primitives.parameters(eqns[0]), strict=True)
+            ]
+            results = [list(row) for row in zip(*columns, strict=True)]
 
 
 def _bodies(closed: Sequence[Any], inputs: Sequence[list[Any]]) -> list[list[Any]]:
@@ -290,15 +293,15 @@ class LocalExecutable:
         """The local jaxpr as a function that takes and returns the token."""
         closed = self.program.jaxpr(self.here.coordinate)
         found = list(collectives_in(jax_compat.as_closed(closed)[0].eqns))
-        assert len(found) == len(self.program.collectives), "the local jaxpr has other collectives than the program"
-        logical = {id(eqn): each for eqn, each in zip(found, self.program.collectives, strict=True)}
+        assert len(found) == len(self.program.messages), "the local jaxpr has other messages than the program"
+        logical = {id(eqn): each for eqn, each in zip(found, self.program.messages, strict=True)}
 
         def run(token: Any, *inputs: Any) -> list[Any]:
             return self.thread(closed, token, list(inputs), logical)
 
         return run
 
-    def thread(self, closed: Any, token: Any, inputs: list[Any], logical: dict[int, Collective]) -> list[Any]:
+    def thread(self, closed: Any, token: Any, inputs: list[Any], logical: dict[int, Message]) -> list[Any]:
         """Evaluate a jaxpr, handing the token from collective to collective: the token, then the results."""
         walk, results = _walk(closed, inputs, {}), None
         while True:
@@ -310,20 +313,21 @@ class LocalExecutable:
             if name is None:
                 token, *results = THREADED_CONTROL[eqn.primitive.name](self, eqn, token, operands, logical)
             else:
-                token, result = self.collective(token, jnp.asarray(operands[0]), name, eqn.params, logical[id(eqn)])
-                results = [result]
+                token, results = self.collective(token, name, eqn, operands, logical[id(eqn)])
 
-    def collective(self, token: Any, value: Any, name: str, params: Any, logical: Collective) -> tuple[Any, Any]:
-        """One collective in this process's group."""
-        axes = params["axes"]
-        group = self.here.group(axes)
-        arguments = primitives.group_arguments(name, self.here.members(axes), params)
-        what = f"{self.program.name}: {logical} (group of world ranks {', '.join(map(str, group.world_ranks))})"
+    def collective(
+        self, token: Any, name: str, eqn: Any, operands: list[Any], message: Message
+    ) -> tuple[Any, list[Any]]:
+        """One message in this process's group."""
+        group = self.here.group(eqn.params["axes"])
+        members = self.here.members(eqn.params["axes"])
+        each = [primitives.group_arguments(name, members, params) for params in primitives.parameters(eqn)]
+        what = f"{self.program.name}: {message} (group of world ranks {', '.join(map(str, group.world_ranks))})"
 
         def prepare(transfer: Any) -> Any:
             return group.prepare(transfer, lambda: what)
 
-        return ffi.collective(token, value, name, group.rank, group.size, prepare, **arguments)
+        return ffi.collective(token, list(map(jnp.asarray, operands)), name, group.rank, group.size, prepare, each)
 
 
 def _thread_scan(here: LocalExecutable, eqn: Any, token: Any, operands: list[Any], logical: Any) -> list[Any]:

@@ -7,7 +7,7 @@ Lowering is evaluation of the plan under JAX's own tracer: all classes have the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -107,27 +107,21 @@ def evaluate(plan: Plan, place: Place, shards: Sequence[Any]) -> list[Any]:
             return literal_value(atom)
         return values[id(atom), layout]
 
-    def make(move: Move) -> Any:
-        value = read(move.atom, move.source)
-        for step in move.steps:
-            value = apply_step(step, value, move.atom.aval.shape, place)
-        values[id(move.atom), move.target] = value
-        return value
+    def make(moves: Sequence[Move]) -> None:
+        for message in messages_of(moves):
+            found = send(message, [read(move.atom, move.source) for move in message], place)
+            values.update({(id(move.atom), move.target): value for move, value in zip(message, found, strict=True)})
 
-    for move in plan.entry:
-        make(move)
+    make(plan.entry)
     for planned in plan.eqns:
-        for move in planned.moves:
-            make(move)
+        make(planned.moves)
         operands = [read(atom, layout) for atom, layout in zip(planned.eqn.invars, planned.operands, strict=True)]
         for var, layout, value in zip(
             planned.eqn.outvars, planned.results, compute(planned, operands, place), strict=True
         ):
             values[id(var), layout] = value
-    return [
-        read(atom, layout) if move is None else make(move)
-        for atom, layout, move in zip(plan.jaxpr.outputs, plan.departures, plan.exits, strict=True)
-    ]
+    make(plan.exits)
+    return [read(atom, layout) for atom, layout in zip(plan.jaxpr.outputs, plan.departures, strict=True)]
 
 
 def literal_value(atom: Any) -> Any:
@@ -209,9 +203,52 @@ CONTROL: Final[dict[str, Callable[[PlannedEqn, list[Any], Place], list[Any]]]] =
 """Equations with bodies: JAX's own loops and branches, around bodies evaluated at this place."""
 
 
-def apply_step(step: Step, value: Any, shape: Shape, place: Place) -> Any:
-    """One step of a move on a local value of an array of global `shape`."""
-    return LOWERINGS[step.name](step, value, shape, place)
+def messages_of(moves: Sequence[Move]) -> Iterator[list[Move]]:
+    """Moves in runs that share a message."""
+    run: list[Move] = []
+    for move in moves:
+        if run and not move.joined:
+            yield run
+            run = []
+        run.append(move)
+    if run:
+        yield run
+
+
+def send(message: Sequence[Move], values: list[Any], place: Place) -> list[Any]:
+    """The moves of one message, on local values: local steps, the collectives as one, and the local steps that follow."""
+    values, rest = list(values), [list(move.steps) for move in message]
+    while any(rest):
+        for index, (move, steps) in enumerate(zip(message, rest, strict=True)):
+            while steps and not steps[0].communicates:
+                step = steps.pop(0)
+                values[index] = LOCAL[step.name](step, values[index], move.atom.aval.shape, place)
+        waiting = [index for index, steps in enumerate(rest) if steps]
+        if waiting:
+            found = _communicate(
+                [(rest[index].pop(0), message[index].atom.aval.shape, values[index]) for index in waiting], place
+            )
+            for index, value in zip(waiting, found, strict=True):
+                values[index] = value
+    return values
+
+
+def _communicate(parts: Sequence[tuple[Step, Shape, Any]], place: Place) -> list[Any]:
+    """Steps of one kind as one collective. Numbers of 16 bits or fewer are reduced in 32."""
+    first = parts[0][0]
+    assert all((step.name, step.axes, step.op) == (first.name, first.axes, first.op) for step, _, _ in parts)
+    values = [jnp.asarray(value) for _, _, value in parts]
+    kinds = [reduction_dtype(value.dtype) if first.op else value.dtype for value in values]
+    operands = [
+        value if kind == value.dtype else lax.convert_element_type(value, kind)
+        for value, kind in zip(values, kinds, strict=True)
+    ]
+    each = [PARAMS[first.name](step, shape, place) for step, shape, _ in parts]
+    found = primitives.bind(first.name, operands, mesh=place.mesh, axes=first.axes, each=each)
+    return [
+        result if result.dtype == value.dtype else lax.convert_element_type(result, value.dtype)
+        for result, value in zip(found, values, strict=True)
+    ]
 
 
 def _sizes(step: Step, shape: Shape, place: Place, *dims: int) -> tuple[tuple[int, int], ...]:
@@ -219,51 +256,47 @@ def _sizes(step: Step, shape: Shape, place: Place, *dims: int) -> tuple[tuple[in
     return tuple((dim, local[dim]) for dim in dims)
 
 
-def _widened(bind: Callable[[Any], Any], value: Any) -> Any:
-    """Reduce numbers of 16 bits or fewer in 32."""
-    wide = reduction_dtype(value.dtype)
-    if wide == value.dtype:
-        return bind(value)
-    return lax.convert_element_type(bind(lax.convert_element_type(value, wide)), value.dtype)
+def _all_reduce(step: Step, shape: Shape, place: Place) -> dict[str, Any]:
+    return {"op": step.op}
 
 
-def _all_reduce(step: Step, value: Any, shape: Shape, place: Place) -> Any:
-    return _widened(
-        lambda x: primitives.bind("all_reduce", x, mesh=place.mesh, axes=step.axes, op=step.op), jnp.asarray(value)
-    )
-
-
-def _all_gather(step: Step, value: Any, shape: Shape, place: Place) -> Any:
+def _all_gather(step: Step, shape: Shape, place: Place) -> dict[str, Any]:
     dim = step.dim or 0
     split = Split(shape[dim], step.source.dims[dim])
-    sizes = _sizes(step, shape, place, dim)
-    return primitives.bind("all_gather", value, mesh=place.mesh, axes=step.axes, dim=dim, split=split, out_sizes=sizes)
+    return {"dim": dim, "split": split, "out_sizes": _sizes(step, shape, place, dim)}
 
 
-def _reduce_scatter(step: Step, value: Any, shape: Shape, place: Place) -> Any:
+def _reduce_scatter(step: Step, shape: Shape, place: Place) -> dict[str, Any]:
     dim = step.dim or 0
     split = Split(shape[dim], step.target.dims[dim])
-    params = {"op": step.op, "dim": dim, "split": split, "out_sizes": _sizes(step, shape, place, dim)}
-    return _widened(lambda x: primitives.bind("reduce_scatter", x, mesh=place.mesh, axes=step.axes, **params), value)
+    return {"op": step.op, "dim": dim, "split": split, "out_sizes": _sizes(step, shape, place, dim)}
 
 
-def _all_to_all(step: Step, value: Any, shape: Shape, place: Place) -> Any:
+def _all_to_all(step: Step, shape: Shape, place: Place) -> dict[str, Any]:
     dim, to_dim = step.dim or 0, step.to_dim or 0
-    params = {
+    return {
         "dim": dim,
         "to_dim": to_dim,
         "split": Split(shape[dim], step.source.dims[dim]),
         "to_split": Split(shape[to_dim], step.target.dims[to_dim]),
         "out_sizes": _sizes(step, shape, place, dim, to_dim),
     }
-    return primitives.bind("all_to_all", value, mesh=place.mesh, axes=step.axes, **params)
 
 
-def _exchange(step: Step, value: Any, shape: Shape, place: Place) -> Any:
+def _exchange(step: Step, shape: Shape, place: Place) -> dict[str, Any]:
     dim = step.dim or 0
     have, want = (Split(shape[dim], layout.dims[dim]) for layout in (step.source, step.target))
-    params = {"dim": dim, "have": have, "want": want, "out_sizes": _sizes(step, shape, place, dim)}
-    return primitives.bind("exchange", value, mesh=place.mesh, axes=step.axes, **params)
+    return {"dim": dim, "have": have, "want": want, "out_sizes": _sizes(step, shape, place, dim)}
+
+
+PARAMS: Final[dict[str, Callable[[Step, Shape, Place], dict[str, Any]]]] = {
+    "all_gather": _all_gather,
+    "all_reduce": _all_reduce,
+    "all_to_all": _all_to_all,
+    "exchange": _exchange,
+    "reduce_scatter": _reduce_scatter,
+}
+"""Per communicating step of `placements.redistribute.STEPS` the parameters of its primitive."""
 
 
 def _starts(step: Step, shape: Shape, place: Place, inner: Layout, outer: Layout) -> list[Any]:
@@ -298,17 +331,8 @@ def _pad(step: Step, value: Any, shape: Shape, place: Place) -> Any:
     return jax_compat.dynamic_update_slice(outer, value, _starts(step, shape, place, step.source, step.target))
 
 
-LOWERINGS: Final[dict[str, Callable[[Step, Any, Shape, Place], Any]]] = {
-    "all_gather": _all_gather,
-    "all_reduce": _all_reduce,
-    "all_to_all": _all_to_all,
-    "exchange": _exchange,
-    "mask": _mask,
-    "pad": _pad,
-    "reduce_scatter": _reduce_scatter,
-    "slice": _slice,
-}
-"""Per step of `placements.redistribute.STEPS` how it acts on a local value."""
+LOCAL: Final[dict[str, Callable[[Step, Any, Shape, Place], Any]]] = {"mask": _mask, "pad": _pad, "slice": _slice}
+"""Per local step how it acts on a local value."""
 
 
 def uneven_splits(plan: Plan) -> tuple[tuple[int, tuple[str, ...]], ...]:

@@ -20,13 +20,18 @@ from spmd.trace import GlobalJaxpr
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Bring a value from one layout to another, just before the equation that asks for it."""
+    """Bring a value from one layout to another, for the equation `by`; for a result, that is the one which made it.
+
+    `joined`: in one message with the move before it.
+    """
 
     atom: Atom
     source: Layout
     target: Layout
     steps: tuple[Step, ...]
     reason: str
+    by: JaxprEqn | None = None
+    joined: bool = False
 
     @property
     def communicates(self) -> bool:
@@ -65,8 +70,8 @@ class SourcedMove:
 class Plan:
     """A layout for every value and a strategy for every equation; no ranks yet.
 
-    `arrivals` are the layouts in which the inputs come, `entry` the moves to what is stated for them, `exits` those of the
-    outputs to `departures`.
+    `arrivals` are the layouts in which the inputs come, `entry` the moves to what is stated for them, `exits` those that bring
+    the outputs to `departures`.
     """
 
     jaxpr: GlobalJaxpr
@@ -74,28 +79,26 @@ class Plan:
     arrivals: tuple[Layout, ...]
     entry: tuple[Move, ...]
     eqns: tuple[PlannedEqn, ...]
-    exits: tuple[Move | None, ...]
+    exits: tuple[Move, ...]
     departures: tuple[Layout, ...]
     machine: Machine
 
     def moves(self, count: int | None = 1) -> Iterator[SourcedMove]:
-        """Every move in the order of execution, those of bodies included.
-
-        The source line is that of the equation that asks, for a result of the one that made it. `count` is how often the
-        plan as a whole runs.
-        """
-        yield from (SourcedMove(move, None, count) for move in self.entry)
+        """Every move in the order of execution, those of bodies included. `count` is how often the plan as a whole runs."""
+        for move in self.entry:
+            yield self.sourced(move, count)
         for planned in self.eqns:
-            source = self.jaxpr.source(planned.eqn) if planned.moves else None
-            yield from (SourcedMove(move, source, count) for move in planned.moves)
+            for move in planned.moves:
+                yield self.sourced(move, count)
             inner = None if count is None or planned.count is None else count * planned.count
             for body in planned.bodies:
                 yield from body.moves(inner)
-        makers = {id(var): planned.eqn for planned in self.eqns for var in planned.eqn.outvars}
         for move in self.exits:
-            if move is not None:
-                maker = makers.get(id(move.atom))
-                yield SourcedMove(move, None if maker is None else self.jaxpr.source(maker), count)
+            yield self.sourced(move, count)
+
+    def sourced(self, move: Move, count: int | None) -> SourcedMove:
+        """A move with its source line."""
+        return SourcedMove(move, None if move.by is None else self.jaxpr.source(move.by), count)
 
     def flat(self) -> Iterator[Plan]:
         """This plan and those of all bodies in it."""
@@ -106,11 +109,7 @@ class Plan:
 
     def communication_us(self) -> float:
         """What one run communicates, under the machine model. A loop of unknown length counts once."""
-        return sum(
-            (found.count or 1) * step_us(step, item_sizes(found.move.atom.aval), self.machine)
-            for found in self.moves()
-            for step in found.move.steps
-        )
+        return sum((found.count or 1) * _move_us(found.move, self.machine) for found in self.moves())
 
     def compute_us(self) -> float:
         """What the busiest rank computes and stacks in one run, under the machine model."""
@@ -123,6 +122,13 @@ class Plan:
                 pairs = zip(planned.eqn.outvars, planned.results, strict=True)
                 total += sum(self.machine.memory_us(_local_bytes(var.aval, layout)) for var, layout in pairs)
         return total
+
+
+def _move_us(move: Move, machine: Machine) -> float:
+    """The cost of a move. One that joins a message pays for its bytes alone, and for packing them."""
+    sizes = item_sizes(move.atom.aval)
+    total = sum(step_us(step, sizes, machine) for step in move.steps)
+    return total - machine.latency_us if move.joined else total
 
 
 def _ranks(planned: PlannedEqn) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
 import re
 from dataclasses import dataclass
@@ -73,6 +74,10 @@ class Message:
         """What the busiest coordinate receives."""
         return sum(collective.bytes for collective in self.collectives)
 
+    def __str__(self) -> str:
+        more = len(self.collectives) - 1
+        return f"{self.collectives[0]}" + (f" and {more} more in one message" if more else "")
+
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
@@ -129,24 +134,27 @@ class Program:
     def collectives(self) -> tuple[Collective, ...]:
         """Every logical collective, in the order of execution."""
         found: list[Collective] = []
+        message = -1
         for each in self.plan.moves():
             move, aval = each.move, each.move.atom.aval
             sizes = item_sizes(aval)
             for step in move.steps:
                 if step.communicates:
+                    message += not move.joined
                     dtype = str(reduction_dtype(aval.dtype) if step.op else aval.dtype)
                     found.append(
                         Collective(
                             step.name, step.axes, step.op, aval.shape, dtype, step_bytes(step, sizes),
-                            each.source or UNKNOWN, move.reason, each.count, len(found),
+                            each.source or UNKNOWN, move.reason, each.count, message,
                         )
                     )  # fmt: skip
         return tuple(found)
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """What is sent, in order: one message for each collective."""
-        return tuple(Message((collective,)) for collective in self.collectives)
+        """What is sent, in order. Independent collectives of one kind that are ready together share a message."""
+        groups = itertools.groupby(self.collectives, lambda collective: collective.message)
+        return tuple(Message(tuple(group)) for _, group in groups)
 
     @property
     def bytes(self) -> int:
@@ -285,7 +293,7 @@ def _words(plan: Plan, naming: Naming) -> list[str]:
         for body in planned.bodies:
             inputs = " ".join(f"{naming(var)}:{var.aval}" for var in body.jaxpr.inputs)
             words += [f"body of {inputs}", *_words(body, naming), "end"]
-    words += [naming.move(move) for move in plan.exits if move is not None]
+    words += [naming.move(move) for move in plan.exits]
     return words + [f"{naming(a)} {layout}" for a, layout in zip(plan.jaxpr.outputs, plan.departures, strict=True)]
 
 

@@ -33,6 +33,7 @@ from placements.redistribute import is_free, path_us
 from spmd.control import CONTROL
 from spmd.errors import FallbackError
 from spmd.factors import Assignment, Passes, Rule, layouts
+from spmd.messages import merged
 from spmd.plan import Move, Plan, PlannedEqn, item_sizes
 from spmd.rules import rule_of
 from spmd.trace import GlobalJaxpr, constrain_p, place_like_p
@@ -108,7 +109,7 @@ def cheapest(problem: Problem) -> Plan:
         if new == wishes:
             break
         wishes = new
-    return min(plans, key=lambda found: round(found.communication_us() + found.compute_us(), 6))
+    return merged(min(plans, key=lambda found: round(found.communication_us() + found.compute_us(), 6)))
 
 
 class Planner:
@@ -120,6 +121,7 @@ class Planner:
         self.axes = tuple(axis for axis, size in self.mesh.axes if size > 1)
         self.values: dict[Var, Versions] = {}
         self.moves: list[Move] = []
+        self.asking: JaxprEqn | None = None
         self.uses = Counter(atom for eqn in self.jaxpr.eqns for atom in eqn.invars if not isinstance(atom, Literal))
         self.uses.update(atom for atom in self.jaxpr.outputs if not isinstance(atom, Literal))
         self.zeros: set[Var] = set()
@@ -139,14 +141,15 @@ class Planner:
         for var, value in self.jaxpr.constants:
             self.define(var, Layout.replicated(self.mesh, np.ndim(value)))
         eqns = tuple(self.plan_eqn(eqn) for eqn in self.jaxpr.eqns)
-        exits, departures = [], []
+        self.moves, departures = [], []
+        makers = {var: eqn for eqn in self.jaxpr.eqns for var in eqn.outvars}
         for index, (atom, wanted_as) in enumerate(zip(self.jaxpr.outputs, problem.outputs, strict=True)):
-            self.moves = []
+            self.asking = None if isinstance(atom, Literal) else makers.get(atom)
             target = self.departure(atom, wanted_as)
             self.require(atom, target, f"result {index} is stated as {target}" if wanted_as else f"result {index}")
-            exits.append(_joined(self.moves))
             departures.append(target)
-        return Plan(self.jaxpr, self.mesh, problem.arrivals, entry, eqns, tuple(exits), tuple(departures), self.machine)
+        exits = tuple(self.moves)
+        return Plan(self.jaxpr, self.mesh, problem.arrivals, entry, eqns, exits, tuple(departures), self.machine)
 
     def define(self, var: Var, layout: Layout) -> None:
         """A value is produced in a layout."""
@@ -185,7 +188,7 @@ class Planner:
         shape, sizes = versions.aval.shape, item_sizes(versions.aval)
         source = min(versions, key=lambda layout: path_us(layout, target, shape, sizes, self.machine))
         steps = plan_steps(source, target, shape, sizes, self.machine)
-        self.moves.append(Move(atom, source, target, steps, reason))
+        self.moves.append(Move(atom, source, target, steps, reason, self.asking))
         (versions.made if any(step.communicates for step in steps) else versions.free).append(target)
 
     def unsettled_wish(self, atom: Atom) -> Layout | None:
@@ -221,7 +224,7 @@ class Planner:
 
     def plan_eqn(self, eqn: JaxprEqn) -> PlannedEqn:
         """Decide one equation, and record the moves of its operands."""
-        self.moves = []
+        self.moves, self.asking = [], eqn
         special = PLACING.get(eqn.primitive) or CONTROL.get(eqn.primitive.name if "bodies" in eqn.params else "")
         if special is not None:
             return special(self, eqn)
@@ -364,14 +367,6 @@ class Planner:
         wish = self.wishes.get(var)
         whole = layout.with_partial(()) if wish is None else wish.restrict(decided)
         return path_us(layout, whole, var.aval.shape, item_sizes(var.aval), self.machine)
-
-
-def _joined(moves: list[Move]) -> Move | None:
-    """Moves of one value, one after the other, as one."""
-    if not moves:
-        return None
-    steps = tuple(step for move in moves for step in move.steps)
-    return Move(moves[0].atom, moves[0].source, moves[-1].target, steps, moves[-1].reason)
 
 
 def _nbytes(atom: Atom) -> int:

@@ -129,7 +129,7 @@ def _check_strategy(
     )
     jaxpr = GlobalJaxpr(tuple(variables), (eqn,), tuple(eqn.outvars))
     planned = PlannedEqn(eqn, rule, operand_layouts, result_layouts, ())
-    plan = Plan(jaxpr, mesh, operand_layouts, (), (planned,), (None,) * len(eqn.outvars), result_layouts, DEFAULT)
+    plan = Plan(jaxpr, mesh, operand_layouts, (), (planned,), (), result_layouts, DEFAULT)
     what = f"{eqn.primitive} with {', '.join(map(str, operand_layouts))} -> {', '.join(map(str, result_layouts))} on {mesh!r}"
     try:
         results = simulate(Program(eqn.primitive.name, plan, (), mesh.coordinate_at(0)), list(ranks))

@@ -54,7 +54,7 @@ class Naming:
     def move(self, move: Move) -> str:
         """A move with its steps."""
         steps = " ".join(f"{step.name}{step.axes}>{step.target}" for step in move.steps)
-        return f"{self(move.atom)}:{move.source}:{steps}"
+        return f"{'+' * move.joined}{self(move.atom)}:{move.source}:{steps}"
 
     def fresh(self) -> str:
         """A name that nothing has yet."""
@@ -92,11 +92,10 @@ def program_lines(program: Any) -> Iterator[str]:
 
 def _plan_rows(program: Any, naming: Naming, plan: Plan, indent: str) -> Iterator[Row]:
     """The lines of a plan's moves and equations; those of a body are indented."""
-    sources = {id(each.move): each.source for each in plan.moves()}
 
     def moves(items: Iterable[Move]) -> Iterator[Row]:
         for move in items:
-            for left, types, note in _move_rows(program, naming, move, sources[id(move)]):
+            for left, types, note in _move_rows(program, naming, move, plan.sourced(move, 1).source):
                 yield indent + left, types, note
 
     yield from moves(plan.entry)
@@ -109,7 +108,7 @@ def _plan_rows(program: Any, naming: Naming, plan: Plan, indent: str) -> Iterato
         else:
             left, types, note = _equation_row(program, naming, planned)
             yield indent + left, types, note
-    yield from moves(move for move in plan.exits if move is not None)
+    yield from moves(plan.exits)
 
 
 def _body_rows(program: Any, naming: Naming, planned: PlannedEqn, indent: str) -> Iterator[Row]:
@@ -142,7 +141,8 @@ def _move_rows(program: Any, naming: Naming, move: Move, source: Source | None) 
         detail = ", ".join((*step.axes, *((step.op,) if step.op else ())))
         name = step.name if step.communicates else f"local_{step.name}"
         where = f"; {source.offset}" if source is not None and source.function else ""
-        note = f"  # {step_bytes(step, sizes)} bytes: {move.reason}{where}" if step.communicates else ""
+        shared = ", in the message above" if move.joined else ""
+        note = f"  # {step_bytes(step, sizes)} bytes{shared}: {move.reason}{where}" if step.communicates else ""
         result = naming.moved(move.atom, step.target)
         yield f"{result} = {name}[{detail}] {operand}", _typed(program, move.atom.aval, step.target), note
 
@@ -177,4 +177,8 @@ def _sum(program: Any) -> str:
     fallbacks = f", {len(program.fallbacks)} fallbacks" if program.fallbacks else ""
     if not count:
         return f"no communication{fallbacks}"
-    return f"{count} collective{'s' * (count > 1)}, {program.bytes} bytes received by the busiest rank{fallbacks}"
+    messages = len(program.messages)
+    shared = f" in {messages} message{'s' * (messages > 1)}" if messages < count else ""
+    return (
+        f"{count} collective{'s' * (count > 1)}{shared}, {program.bytes} bytes received by the busiest rank{fallbacks}"
+    )

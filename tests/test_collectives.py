@@ -84,7 +84,11 @@ def test_abstract_shapes_are_those_of_the_simulation() -> None:
     mesh = Mesh(a=2)
     jaxpr = jax.make_jaxpr(
         lambda x: primitives.bind(
-            "all_gather", x, mesh=mesh, axes=("a",), dim=0, split=Split(5, ("a",)), out_sizes=((0, 5),)
+            "all_gather",
+            [x],
+            mesh=mesh,
+            axes=("a",),
+            each=[{"dim": 0, "split": Split(5, ("a",)), "out_sizes": ((0, 5),)}],
         )
     )(jnp.zeros((3, 2)))
     assert jaxpr.out_avals[0].shape == (5, 2)

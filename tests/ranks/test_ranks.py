@@ -261,7 +261,8 @@ def reduce_in(token: Any, x: Any, scale: float = 1.0) -> tuple[Any, Any]:
     """A sum over the world, as a custom call."""
     world: Any = WORLD
     prepare = lambda transfer: world.prepare(transfer, lambda: "test")  # noqa: E731
-    return ffi.collective(token, x * scale, "all_reduce", RANK, SIZE, prepare, op="sum")
+    token, (found,) = ffi.collective(token, [x * scale], "all_reduce", RANK, SIZE, prepare, [{"op": "sum"}])
+    return token, found
 
 
 SUM = float(sum(range(1, SIZE + 1)))
