@@ -146,7 +146,8 @@ class Planner:
         for index, (atom, wanted_as) in enumerate(zip(self.jaxpr.outputs, problem.outputs, strict=True)):
             self.asking = None if isinstance(atom, Literal) else makers.get(atom)
             target = self.departure(atom, wanted_as)
-            self.require(atom, target, f"result {index} is stated as {target}" if wanted_as else f"result {index}")
+            stated = "leaves the body" if problem.keeps_parts else "is stated" if wanted_as else "leaves"
+            self.require(atom, target, f"result {index} {stated} as {target}")
             departures.append(target)
         exits = tuple(self.moves)
         return Plan(self.jaxpr, self.mesh, problem.arrivals, entry, eqns, exits, tuple(departures), self.machine)
@@ -288,7 +289,7 @@ class Planner:
         for factor in rule.shardable():
             axes = assignment.axes_of(factor)
             if factor in factors and rule.divides(factor, self.mesh.group_size((*axes, axis))):
-                for at in range(len(axes) + 1):
+                for at in reversed(range(len(axes) + 1)):  # of equals the innermost place
                     yield assignment.shard(factor, (*axes[:at], axis, *axes[at:]))
         for passes in rule.passes:
             op = self.passing(passes, versions, axis, eqn)

@@ -263,18 +263,50 @@ class _Flattening:
         return self.of_constant[id(value)]
 
 
+UNCHANGED: Final = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "slice", "squeeze", "transpose"})
+"""What is done to an operand that a loop does not change once, before it: so what it becomes can be gathered there."""
+
+
+def _before_the_loop(flat: _Flattening, body: GlobalJaxpr, constants: list[Atom]) -> tuple[GlobalJaxpr, list[Atom]]:
+    """Take out of a body what only moves its constants, and makes nothing larger; the results are constants too."""
+    outside: dict[Var, Atom] = dict(zip(body.inputs, constants, strict=False))
+    kept, added = [], []
+    for eqn in body.eqns:
+        operands = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
+        unchanged = eqn.primitive.name in UNCHANGED and operands and all(atom in outside for atom in operands)
+        if not unchanged or _nbytes(eqn.outvars[0]) > _nbytes(operands[0]):
+            kept.append(eqn)
+            continue
+        result = Var(eqn.outvars[0].aval)
+        invars = [atom if isinstance(atom, Literal) else outside[atom] for atom in eqn.invars]
+        flat.eqns.append(eqn.replace(invars=invars, outvars=[result]))
+        flat.callers[result] = body.callers.get(eqn.outvars[0], ())
+        outside[eqn.outvars[0]] = result
+        added.append(eqn.outvars[0])
+    first = len(constants)
+    inputs = (*body.inputs[:first], *added, *body.inputs[first:])
+    return dataclasses.replace(body, inputs=inputs, eqns=tuple(kept)), [*constants, *(outside[var] for var in added)]
+
+
+def _nbytes(atom: Atom) -> int:
+    return math.prod(atom.aval.shape) * int(atom.aval.dtype.itemsize)
+
+
 def _scan(flat: _Flattening, eqn: JaxprEqn, operands: list[Atom]) -> JaxprEqn:
+    n_consts = eqn.params["num_consts"]
     body, captured = flat.nested(eqn.params["jaxpr"])
-    params = {**eqn.params, "num_consts": eqn.params["num_consts"] + len(captured), "bodies": (body,)}
-    return eqn.replace(invars=[*captured, *operands], params=params)
+    body, constants = _before_the_loop(flat, body, [*captured, *operands[:n_consts]])
+    params = {**eqn.params, "num_consts": len(constants), "bodies": (body,)}
+    return eqn.replace(invars=[*constants, *operands[n_consts:]], params=params)
 
 
 def _while(flat: _Flattening, eqn: JaxprEqn, operands: list[Atom]) -> JaxprEqn:
     n_condition, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     condition, of_condition = flat.nested(eqn.params["cond_jaxpr"])
     body, of_body = flat.nested(eqn.params["body_jaxpr"])
-    invars = [*of_condition, *operands[:n_condition], *of_body, *operands[n_condition:]]
-    counts = {"cond_nconsts": n_condition + len(of_condition), "body_nconsts": n_body + len(of_body)}
+    body, constants = _before_the_loop(flat, body, [*of_body, *operands[n_condition : n_condition + n_body]])
+    invars = [*of_condition, *operands[:n_condition], *constants, *operands[n_condition + n_body :]]
+    counts = {"cond_nconsts": n_condition + len(of_condition), "body_nconsts": len(constants)}
     return eqn.replace(invars=invars, params={**eqn.params, **counts, "bodies": (condition, body)})
 
 
