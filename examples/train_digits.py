@@ -1,11 +1,12 @@
-"""Train a small network on handwritten digits, data-parallel: one global batch, split over the `dp` axis.
+"""Train a small network on handwritten digits, in parallel by placements alone.
 
-The step is written for whole arrays, as for one machine. The placements say that the batch is sharded and the rest
-replicated; from them follow the all_reduce of each gradient and of the loss, which `--program` prints.
+The step is written for whole arrays, as for one machine. `--parallel` chooses where parameters, optimizer state and batch
+lie, and nothing else; what has to be communicated follows, and `--program` prints it.
 
-    mpiexec -n 4 python examples/train_digits.py # on four processes
-    python examples/train_digits.py              # four ranks, simulated in this process
-    python examples/train_digits.py --ranks 3    # 256 rows over 3 ranks: shards need not be equal
+    mpiexec -n 4 python examples/train_digits.py                    # data-parallel, on four processes
+    mpiexec -n 4 python examples/train_digits.py --parallel fsdp_tp # parameters sharded over both axes of a 2x2 mesh
+    python examples/train_digits.py                                 # four ranks, simulated in this process
+    python examples/train_digits.py --ranks 3                       # shards need not be equal
 """
 
 from __future__ import annotations
@@ -98,42 +99,111 @@ def correct(params: Params, images: jax.Array, digits: jax.Array) -> jax.Array:
 
 
 @dataclass(frozen=True)
+class Parallel:
+    """Where everything lies: one `(weight, bias)` of placements per layer, for parameters and for what an optimizer keeps of
+    them, and the placement of a batch."""
+
+    mesh: Mesh
+    params: list[tuple[P, P]]
+    state: list[tuple[P, P]]
+    rows: P
+
+
+KINDS = ("dp", "fsdp", "zero1", "tp", "dp_tp", "fsdp_tp")
+
+
+def parallel(kind: str, ranks: int) -> Parallel:
+    """The placements of one kind of parallelism.
+
+    dp shards the batch. fsdp shards parameters and state too, zero1 the state alone. tp shards the first layer's outputs and
+    the second's inputs over an axis of its own, where the batch is replicated.
+    """
+    whole = [(P(), P())] * 3
+    rows = P(dp=Shard(0))
+    if kind in ("dp", "fsdp", "zero1"):
+        sharded = [(P(dp=Shard(0)), P(dp=Shard(0)))] * 3
+        params = sharded if kind == "fsdp" else whole
+        return Parallel(Mesh(dp=ranks), params, whole if kind == "dp" else sharded, rows)
+    tp = [(P(tp=Shard(1)), P(tp=Shard(0))), (P(tp=Shard(0)), P()), (P(), P())]
+    if kind == "tp":
+        return Parallel(Mesh(tp=ranks), tp, tp, P())
+    mesh = Mesh(dp=ranks // 2, tp=2) if ranks % 2 == 0 else Mesh(dp=1, tp=ranks)
+    if kind == "fsdp_tp":
+        tp = [
+            (P(tp=Shard(1), dp=Shard(0)), P(tp=Shard(0), dp=Shard(0))),
+            (P(tp=Shard(0), dp=Shard(1)), P(dp=Shard(0))),
+            (P(dp=Shard(0)), P(dp=Shard(0))),
+        ]
+    return Parallel(mesh, tp, tp, rows)
+
+
+@dataclass(frozen=True)
+class Functions:
+    """The optimizer's initial state, the step, and the count of right answers, as they run on the mesh."""
+
+    init: spmd.SpmdFunction
+    step: spmd.SpmdFunction
+    correct: spmd.SpmdFunction
+
+
+def parallelize(places: Parallel, dtype: str = "float32") -> Functions:
+    """Decorate: nothing but placements is added."""
+    mesh, params, rows = places.mesh, places.params, places.rows
+    shapes = initial_params(dtype)
+    state = spmd.placements_like(jax.eval_shape(OPTIMIZER.init, shapes), shapes, places.state)
+    return Functions(
+        spmd.jit(OPTIMIZER.init, mesh=mesh, in_placements=(params,), out_placements=state),
+        spmd.jit(
+            step,
+            mesh=mesh,
+            in_placements=(params, state, rows, rows),
+            out_placements=(params, state, P()),
+            donate_argnums=(0, 1),
+        ),
+        spmd.jit(correct, mesh=mesh, in_placements=(params, rows, rows), out_placements=P()),
+    )
+
+
+@dataclass(frozen=True)
 class Result:
-    """The loss of every step, and the part of the held-out images that is recognised."""
+    """The loss of every step, the part of the held-out images that is recognised, bytes of parameters and state per rank."""
 
     losses: list[float]
     accuracy: float
+    bytes_per_rank: int
 
 
-def parallelize(mesh: Mesh) -> tuple[spmd.SpmdFunction, spmd.SpmdFunction]:
-    """The step and the count of right answers on a mesh with one axis, `dp`: nothing but placements is added."""
-    rows = P(dp=Shard(0))
-    parallel_step = spmd.jit(
-        step, mesh=mesh, in_placements=(P(), P(), rows, rows), out_placements=P(), donate_argnums=(0, 1)
-    )
-    return parallel_step, spmd.jit(correct, mesh=mesh, in_placements=(P(), rows, rows), out_placements=P())
+def largest_shards(tree: object) -> int:
+    """The bytes of a tree's shards on this process, of the rank that holds most."""
+    leaves = jax.tree.leaves(tree)
+    return max(sum(leaf.shards[at].nbytes for leaf in leaves) for at in leaves[0].shards)
 
 
-def train(mesh: Mesh, data: Data, epochs: int, batch: int, steps: int | None = None, quiet: bool = False) -> Result:
-    """Train on a mesh with one axis, `dp`."""
-    parallel_step, parallel_correct = parallelize(mesh)
-    params = initial_params(str(data.train_images.dtype))
-    state = OPTIMIZER.init(params)
+def train(
+    places: Parallel, data: Data, epochs: int, batch: int, steps: int | None = None, quiet: bool = False
+) -> Result:
+    """Train with everything placed so."""
+    dtype = str(data.train_images.dtype)
+    functions = parallelize(places, dtype)
+    params = spmd.distribute(initial_params(dtype), places.params, places.mesh)
+    state = functions.init(params)
+    size = largest_shards((params, state))
     count = epochs * (len(data.train_images) // batch) if steps is None else steps
     losses: list[float] = []
-    with tqdm(total=count, desc=f"{mesh.size} ranks", unit="step", disable=quiet) as progress:
+    with tqdm(total=count, desc=f"{places.mesh.size} ranks", unit="step", disable=quiet) as progress:
         for _, (images, digits) in zip(range(count), batches(data, batch, epochs), strict=False):
-            params, state, value = parallel_step(params, state, images, digits)
+            params, state, value = functions.step(params, state, images, digits)
             losses.append(float(value))
             progress.update()
             progress.set_postfix(loss=f"{losses[-1]:.4f}")
-    right = parallel_correct(params, data.test_images, data.test_digits)
-    return Result(losses, int(right) / len(data.test_images))
+    right = functions.correct(params, data.test_images, data.test_digits)
+    return Result(losses, int(right) / len(data.test_images), size)
 
 
 def main(arguments: Sequence[str] | None = None) -> Result:
     """Parse the command line, train, report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parallel", choices=KINDS, default="dp", help="what is sharded (default: the batch alone)")
     parser.add_argument("--ranks", type=int, default=4, help="ranks to simulate in a lone process (default: 4)")
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--batch", type=int, default=256, help="rows of the global batch (default: 256)")
@@ -144,15 +214,17 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     if options.float64:
         jax.config.update("jax_enable_x64", True)
     world = collectives.world()
-    mesh = Mesh(dp=world.size if world.size > 1 else options.ranks)
+    places = parallel(options.parallel, world.size if world.size > 1 else options.ranks)
     data = load("float64" if options.float64 else "float32")
     if options.program:
         params = initial_params(str(data.train_images.dtype))
-        print(parallelize(mesh)[0].lower(params, OPTIMIZER.init(params), *next(batches(data, options.batch, 1))))
-        return Result([], 0.0)
-    result = train(mesh, data, options.epochs, options.batch, options.steps, quiet=world.rank > 0)
+        images, digits = next(batches(data, options.batch, 1))
+        print(parallelize(places).step.lower(params, OPTIMIZER.init(params), images, digits))
+        return Result([], 0.0, 0)
+    result = train(places, data, options.epochs, options.batch, options.steps, quiet=world.rank > 0)
     if world.rank == 0:
-        print(f"{result.accuracy:.1%} of {len(data.test_images)} held-out digits recognised by {mesh.size} ranks")
+        print(f"{result.accuracy:.1%} of {len(data.test_images)} held-out digits recognised by {places.mesh!r}")
+        print(f"{result.bytes_per_rank / 1e3:.0f} kB of parameters and optimizer state per rank")
     return result
 
 

@@ -8,7 +8,6 @@ import pytest
 from conftest import load_example
 
 import spmd
-from placements import Mesh
 
 STEPS = 50
 
@@ -24,16 +23,36 @@ def plain_losses(digits, dtype: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-9), ("float32", 1e-4)])
-@pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_the_loss_curve_is_that_of_one_machine(dtype: str, tolerance: float, ranks: int) -> None:
-    """The first 50 steps, on one, three (uneven) and four simulated ranks."""
+CURVES = [
+    *(("dp", dtype, ranks) for dtype in ("float64", "float32") for ranks in (1, 3, 4)),
+    *((kind, "float64", ranks) for kind in ("fsdp", "zero1", "tp", "dp_tp", "fsdp_tp") for ranks in (3, 4)),
+    ("fsdp_tp", "float32", 4),
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype", "ranks"), CURVES)
+def test_the_loss_curve_is_that_of_one_machine(kind: str, dtype: str, ranks: int) -> None:
+    """The first 50 steps, of every kind, on simulated ranks: one, three (uneven), four."""
     digits = load_example("train_digits")
     with jax.enable_x64(dtype == "float64"):
         expected = plain_losses(digits, dtype)
-        found = digits.train(Mesh(dp=ranks), digits.load(dtype), 20, 256, STEPS, quiet=True).losses
+        places = digits.parallel(kind, ranks)
+        found = digits.train(places, digits.load(dtype), 20, 256, STEPS, quiet=True).losses
     assert len(found) == STEPS
-    np.testing.assert_allclose(found, expected, rtol=tolerance)
+    np.testing.assert_allclose(found, expected, rtol={"float64": 1e-9, "float32": 1e-4}[dtype])
+
+
+def test_what_a_rank_holds() -> None:
+    """Bytes of parameters and Adam's two moments: whole under dp; the larger chunks of all leaves under fsdp; zero1 between."""
+    digits = load_example("train_digits")
+    leaves = [leaf.shape for leaf in jax.tree.leaves(digits.initial_params())]
+    whole = sum(4 * int(np.prod(shape)) for shape in leaves)
+    for ranks in (1, 3, 4):
+        chunk = sum(4 * -(-shape[0] // ranks) * int(np.prod(shape[1:])) for shape in leaves)
+        expected = {"dp": 3 * whole, "fsdp": 3 * chunk, "zero1": whole + 2 * chunk}
+        for kind, size in expected.items():
+            found = digits.train(digits.parallel(kind, ranks), digits.load(), 1, 256, 0, quiet=True).bytes_per_rank
+            assert found == size + 4  # and the count of steps
 
 
 def test_the_network_learns_to_read() -> None:
@@ -43,16 +62,29 @@ def test_the_network_learns_to_read() -> None:
     assert result.losses[-1] < 0.1 * result.losses[0]
 
 
-def test_the_step_communicates_gradients_and_nothing_else() -> None:
-    """One all_reduce for each of six leaves, one for the loss; no fallback."""
+@pytest.mark.parametrize(
+    ("kind", "counts"),
+    [
+        ("dp", {"all_reduce": 7}),
+        ("fsdp", {"all_gather": 6, "reduce_scatter": 6, "all_reduce": 1}),
+        ("zero1", {"all_gather": 6, "reduce_scatter": 6, "all_reduce": 1}),
+        ("tp", {"all_reduce": 1}),  # one block; its input needs no gradient
+        ("dp_tp", {"all_reduce": 8}),
+        ("fsdp_tp", {"all_gather": 6, "reduce_scatter": 6, "all_reduce": 2}),
+    ],
+)
+def test_the_step_communicates_what_the_textbook_says(kind: str, counts: dict[str, int]) -> None:
+    """No fallback; small messages are sent together."""
     digits = load_example("train_digits")
     data, params = digits.load(), digits.initial_params()
-    step, _ = digits.parallelize(Mesh(dp=4))
+    step = digits.parallelize(digits.parallel(kind, 4)).step
     program = step.lower(params, digits.OPTIMIZER.init(params), *next(digits.batches(data, 256, 1)))
     assert program.fallbacks == ()
-    program.check(all_reduce=7)
-    sizes = [1, *(leaf.size for leaf in jax.tree.leaves(params))]
-    assert program.bytes == sum(4 * -(-2 * size * 3 // 4) for size in sizes)
+    program.check(**counts)
+    assert len(program.messages) < len(program.collectives) or kind == "tp"
+    if kind == "dp":
+        sizes = [1, *(leaf.size for leaf in jax.tree.leaves(params))]
+        assert program.bytes == sum(4 * -(-2 * size * 3 // 4) for size in sizes)
 
 
 def test_matmul_checks_every_pair(capsys: pytest.CaptureFixture[str]) -> None:

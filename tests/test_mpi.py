@@ -64,30 +64,29 @@ def test_ranks(n: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
 
 
 def test_the_main_job_under_mpiexec() -> None:
-    """The same file, on 1 to 4 real ranks and simulated: the first 50 losses agree, and so do the accuracies."""
+    """The same file, on 1 to 4 real ranks, in every kind of parallelism: the first 50 losses agree, and so do accuracies."""
     script = textwrap.dedent(
         """
         import json, sys, jax
         sys.path.insert(0, "examples")
         import collectives, train_digits as t
-        from placements import Mesh
         world = collectives.world()
-        for dtype in ("float64", "float32"):
+        for kind, dtype in [("dp", "float32"), *((kind, "float64") for kind in t.KINDS)]:
             with jax.enable_x64(dtype == "float64"):
-                result = t.train(Mesh(dp=world.size), t.load(dtype), 20, 256, 50, quiet=True)
+                result = t.train(t.parallel(kind, world.size), t.load(dtype), 20, 256, 50, quiet=True)
             if world.rank == 0:
                 print("LOSSES", json.dumps([dtype, result.losses]))
         """
     )
     curves: dict[str, list[list[float]]] = {"float64": [], "float32": []}
     for n in (1, 2, 3, 4):
-        done = mpiexec(n, "-c", script, timeout=120)
+        done = mpiexec(n, "-c", script, timeout=200)
         assert done.returncode == 0, done.stderr[-3000:]
         for line in re.findall(r"LOSSES (.*)", done.stdout):
             dtype, losses = json.loads(line)
             curves[dtype].append(losses)
     for dtype, tolerance in (("float64", 1e-9), ("float32", 1e-4)):
-        assert [len(curve) for curve in curves[dtype]] == [50] * 4
+        assert [len(curve) for curve in curves[dtype]] == [50] * (24 if dtype == "float64" else 4)
         for curve in curves[dtype]:
             assert curve == pytest.approx(curves[dtype][0], rel=tolerance)
     accuracies = []
