@@ -38,6 +38,8 @@ def fitting(*meshes: Mesh) -> tuple[Mesh, ...]:
 
 RANKS = fitting(*(Mesh(a=n) for n in range(1, 6)))
 """One axis, one to five ranks."""
+FEW = fitting(Mesh(a=2), Mesh(a=3), Mesh(a=4))
+"""One axis, for tests that compile much."""
 GRIDS = fitting(Mesh(a=2, b=2), Mesh(b=2, a=2), Mesh(a=2, b=3), Mesh(b=3, a=2))
 """Two axes, in both orders."""
 
