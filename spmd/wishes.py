@@ -1,9 +1,9 @@
 """What later uses would like: read backward from a finished plan, to plan again with.
 
 For each value that is made in parts: the layout that is cheapest over all its uses together, to reduce them to. For one that
-every rank computes whole: the shards that all its uses take of it. A use that computes on whole operands, and need not, counts
-as what it would cost on shards, a few equations ahead; so the gradient that feeds both a norm and a sharded optimizer
-state is scattered.
+every rank computes whole: the shards that its uses take of it, if that makes none of them dearer. A use that computes on
+whole operands, and need not, counts as what it would cost on shards, a few equations ahead; so the gradient that feeds both a
+norm and a sharded optimizer state is scattered.
 """
 
 from __future__ import annotations
@@ -86,8 +86,12 @@ class _Backward:
                     for option in options
                 ]
                 self.wishes[var] = options[costs.index(min(costs))]
-        elif len(demands) == 1 and demands[0] != made and is_free(made, demands[0], shape, sizes, self.machine):
-            self.wishes[var] = demands[0]
+            return
+        options = [made, *(each for each in demands if is_free(made, each, shape, sizes, self.machine))]
+        costs = [round(self.use_us(var, option, AHEAD)) for option in options]
+        best = min(range(len(options)), key=lambda at: (costs[at], -len(options[at].axes), at))  # of equals most shards
+        if options[best] != made:
+            self.wishes[var] = options[best]
 
     def wanted(self, planned: PlannedEqn, index: int) -> Layout:
         """The layout in which an equation would like an operand: as planned, and sharded where its results would be."""
