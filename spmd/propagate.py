@@ -242,6 +242,7 @@ class Planner:
     def finish(
         self, eqn: JaxprEqn, rule: Rule | None, operands: tuple[Layout, ...], results: tuple[Layout, ...]
     ) -> PlannedEqn:
+        """Bring the operands to their layouts, and define the results."""
         for index, (atom, layout) in enumerate(zip(eqn.invars, operands, strict=True)):
             self.require(atom, layout, f"operand {index} of {eqn.primitive} as {layout}")
         for var, layout in zip(eqn.outvars, results, strict=True):

@@ -317,7 +317,7 @@ def _adam(w: Any, mu: Any, nu: Any, x: Any) -> Any:
 
 def _clipped(w: Any, m: Any, x: Any) -> Any:
     g = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
-    g = g * jnp.minimum(1.0, 1.0 / optax.global_norm(g))
+    g = g * jnp.minimum(1.0, 1.0 / optax.tree.norm(g))
     return w - 0.1 * (m + g), m + g
 
 

@@ -87,7 +87,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "a DArray that would move": (
         lambda: jit(in_placements=(None, P(tp=Shard(0))))(PARAMS, spmd.distribute(X, P(dp=Shard(0)), MESH)),
         "f: argument x is DArray(float32[5,4] P(dp=S(0)) on Mesh(dp=2, tp=2)), stated as P(tp=S(0)): to bring it there takes exchange. "
-        'Move it yourself with x.redistribute(P(tp=S(0))), or decorate with spmd.jit(..., redistribute="allow").',
+        'If it is the result of a decorated function, state its out_placements; else move it with x.redistribute(P(tp=S(0))), or decorate with spmd.jit(..., redistribute="allow").',
     ),
     "parts of bool": (
         lambda: jit(in_placements=(None, P(dp=Partial())))(PARAMS, X > 0),

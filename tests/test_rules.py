@@ -161,7 +161,6 @@ EXTRA: dict[str, Case] = {
     "select_n_int": (lambda b, x, y: lax.select(b, x, y), (B, I, J)),
     "select_scalar": (lambda b, x, y: lax.select(b, x, y), (np.bool_(True), X, Y)),
     "select_bool": (lambda b, x, y: lax.select(b, x, y), (B, C, B)),
-    "stop_gradient": (lax.stop_gradient, (X,)),
     "sum": (lambda x: x.sum(0), (X,)),
     "sum_all": (lambda x: x.sum(), (X,)),
     "sum_int": (lambda x: lax.reduce_sum_p.bind(x, axes=(1,), out_sharding=None), (I.astype(np.int8),)),

@@ -117,7 +117,6 @@ TABLE: Final[dict[str, Callable[[JaxprEqn], Rule]]] = {
     "or": _row(_same_op("or")),
     "real": _row(_unary_linear),
     "select_n": _row(_select),
-    "stop_gradient": _row(_identity),
     "sub": _row(_additive),
     "xor": _row(_same_op("xor")),
 }
