@@ -84,6 +84,14 @@ def bodies_of(eqn: JaxprEqn) -> list[Any]:
     return found
 
 
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many carries; scanned inputs follow."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    constants, carry, _ = eqn.params["ft_in"].unpack()  # since JAX 0.12
+    return len(list(constants)), len(list(carry))
+
+
 def trace_context() -> Hashable:
     """What, besides the arguments, a trace depends on: the x64 flag, matmul precision, PRNG implementation, ..."""
     return _config.trace_context()

@@ -127,7 +127,7 @@ def _finish(
 
 def _plan_scan(planner: Planner, eqn: JaxprEqn) -> PlannedEqn:
     (body,) = eqn.params["bodies"]
-    n_consts, n_carry, length = (eqn.params[name] for name in ("num_consts", "num_carry", "length"))
+    (n_consts, n_carry), length = eqn.params["counts"], eqn.params["length"]
     constants = tuple(map(planner.settled, eqn.invars[:n_consts]))
     init = eqn.invars[n_consts : n_consts + n_carry]
     arrived = tuple(map(planner.settled, eqn.invars[n_consts + n_carry :]))

@@ -90,7 +90,7 @@ def _bodies(closed: Sequence[Any], inputs: Sequence[list[Any]]) -> list[list[Any
 
 def _simulate_scan(eqns: list[Any], operands: list[list[Any]]) -> list[list[Any]]:
     params = eqns[0].params
-    n_consts, n_carry = params["num_consts"], params["num_carry"]
+    n_consts, n_carry = jax_compat.scan_counts(eqns[0])
     bodies = [eqn.params["jaxpr"] for eqn in eqns]
     constants = [values[:n_consts] for values in operands]
 
@@ -332,7 +332,7 @@ class LocalExecutable:
 
 def _thread_scan(here: LocalExecutable, eqn: Any, token: Any, operands: list[Any], logical: Any) -> list[Any]:
     params = eqn.params
-    n_consts, n_carry = params["num_consts"], params["num_carry"]
+    n_consts, n_carry = jax_compat.scan_counts(eqn)
     constants, init, xs = operands[:n_consts], operands[n_consts : n_consts + n_carry], operands[n_consts + n_carry :]
 
     def step(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:

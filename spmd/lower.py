@@ -150,7 +150,7 @@ def compute(planned: PlannedEqn, operands: list[Any], place: Place) -> list[Any]
 
 def _scan(planned: PlannedEqn, operands: list[Any], place: Place) -> list[Any]:
     params, (body,) = planned.eqn.params, planned.bodies
-    n_consts, n_carry = params["num_consts"], params["num_carry"]
+    n_consts, n_carry = params["counts"]
     constants, init, xs = operands[:n_consts], operands[n_consts : n_consts + n_carry], operands[n_consts + n_carry :]
 
     def step(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:

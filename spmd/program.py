@@ -31,7 +31,7 @@ from spmd.lower import local_jaxpr, shape_key, uneven_splits
 from spmd.plan import Plan, item_sizes
 from spmd.text import Naming, program_lines
 
-BODIES: Final = frozenset({"bodies", "jaxpr", "branches", "cond_jaxpr", "body_jaxpr"})
+BODIES: Final = frozenset({"bodies", "jaxpr", "branches", "cond_jaxpr", "body_jaxpr", "ft_in", "ft_out"})
 """Parameters of equations with planned bodies that are digested by their plans."""
 
 

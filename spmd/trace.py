@@ -38,6 +38,7 @@ from collectives.jax_compat import (
     identity_primitive,
     new_equation,
     primitive,
+    scan_counts,
     source_of,
 )
 from placements import Mesh, P, PlacementError, Shard
@@ -293,10 +294,10 @@ def _nbytes(atom: Atom) -> int:
 
 
 def _scan(flat: _Flattening, eqn: JaxprEqn, operands: list[Atom]) -> JaxprEqn:
-    n_consts = eqn.params["num_consts"]
+    n_consts, n_carry = scan_counts(eqn)
     body, captured = flat.nested(eqn.params["jaxpr"])
     body, constants = _before_the_loop(flat, body, [*captured, *operands[:n_consts]])
-    params = {**eqn.params, "num_consts": len(constants), "bodies": (body,)}
+    params = {**eqn.params, "counts": (len(constants), n_carry), "bodies": (body,)}
     return eqn.replace(invars=[*constants, *operands[n_consts:]], params=params)
 
 

@@ -51,12 +51,12 @@ def tolerance(dtype: Any, mesh: Mesh) -> float:
     return float(jnp.finfo(dtype).eps) * 32 * (1 + math.log2(mesh.size))
 
 
-def same(found: Any, expected: Any, mesh: Mesh, exact: bool = False, slack: float = 1.0) -> None:
+def same(found: Any, expected: Any, mesh: Mesh, exact: bool = False) -> None:
     """Assert that a DArray holds `expected`, on every rank and gathered."""
     assert isinstance(found, spmd.DArray)
     expected = np.asarray(expected)
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype), (found, expected.dtype, expected.shape)
-    bound = 0.0 if exact else tolerance(expected.dtype, mesh) * slack
+    bound = 0.0 if exact else tolerance(expected.dtype, mesh)
     _close(found.full(), expected, bound)
     if not found.layout.partial:
         for coordinate, shard in found.shards.items():
@@ -83,12 +83,8 @@ def agree(
     gradient: bool = True,
     compiled: bool = False,
     fallback: str = "allow",
-    slack: float = 1.0,
 ) -> list[Any]:
-    """Assert that a function gives the same under placements as on whole arrays. Returns the Programs, one per mesh.
-
-    `slack` multiplies the tolerance, where a function divides by small numbers, as Adam does.
-    """
+    """Assert that a function gives the same under placements as on whole arrays. Returns the Programs, one per mesh."""
     plain = function(*jax.tree.map(jnp.asarray, tuple(args)))
     programs = []
     for mesh in meshes:
@@ -97,7 +93,7 @@ def agree(
         )
         for _ in range(2 if compiled else 1):
             result = decorated(*args)
-            jax.tree.map(lambda f, e: same(f, e, mesh, exact, slack), result, plain)  # noqa: B023
+            jax.tree.map(lambda f, e: same(f, e, mesh, exact), result, plain)  # noqa: B023
         programs.append(decorated.lower(*args))
         if gradient:
             _same_gradient(function, decorated, args, mesh)

@@ -30,7 +30,7 @@ MANY, FEW = 32, 4
 
 def block(h: Any, w: Any) -> Any:
     """A residual MLP block: `[..., WIDTH]`."""
-    return h + jnp.tanh(h @ w[0]) @ w[1]
+    return h + jnp.sin(h @ w[0]) @ w[1]
 
 
 def unrolled(ws: Any, x: Any) -> Any:
@@ -196,7 +196,7 @@ def mse(params: Any, x: Any, y: Any) -> Any:
 def adam(clip: float | None) -> Callable[..., Any]:
     """A step of Adam, with or without clipping by the global norm."""
     chain = [] if clip is None else [optax.clip_by_global_norm(clip)]
-    optimizer = optax.chain(*chain, optax.adam(1e-2))
+    optimizer = optax.chain(*chain, optax.adam(1e-2, eps=0.1))
 
     def step(params: Any, state: Any, x: Any, y: Any) -> Any:
         loss, gradient = jax.value_and_grad(mse)(params, x, y)
@@ -239,7 +239,7 @@ def test_optimizers(params: Any, state: Any, clip: float | None, counts: Counts)
     arguments = [leaves, jax.tree.map(np.asarray, step.init(leaves)), batch, batch[::-1].copy()]
     agree(
         step, arguments, (params, states, rows, rows), [Mesh(dp=3)],
-        out=(params, states, P()), gradient=False, slack=64,
+        out=(params, states, P()), gradient=False,
     )  # fmt: skip
 
 
