@@ -22,6 +22,7 @@ from jax._src import core as _core
 from jax._src import dtypes as _dtypes
 from jax._src import source_info_util as _source_info
 from jax._src import xla_bridge as _xla_bridge
+from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import lax as _lax
 from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
@@ -71,6 +72,12 @@ def as_closed(jaxpr: Any) -> tuple[Any, list[Any]]:
     """A jaxpr, closed or open, as (jaxpr, consts)."""
     consts = list(getattr(jaxpr, "consts", ()))
     return getattr(jaxpr, "jaxpr", jaxpr), consts
+
+
+def without_dead_code(closed: Any) -> Any:
+    """A closed jaxpr without what no result needs, in loops too; all inputs stay."""
+    jaxpr = _partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)[0]
+    return jax.extend.core.ClosedJaxpr(jaxpr, closed.consts)
 
 
 def bodies_of(eqn: JaxprEqn) -> list[Any]:

@@ -87,7 +87,10 @@ def plan(
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is to be planned. `keeps_parts`: results without a target may leave in parts, as those of a loop's body do."""
+    """What is to be planned. `keeps_parts`: results without a target may leave in parts, as those of a loop's body do.
+
+    `bodies` are the plans of bodies made so far: one is asked for in every round of everything around it.
+    """
 
     jaxpr: GlobalJaxpr
     mesh: Mesh
@@ -97,6 +100,7 @@ class Problem:
     outputs: tuple[Target, ...]
     names: tuple[str, ...] = ()
     keeps_parts: bool = False
+    bodies: dict[Any, Plan] = field(default_factory=dict, compare=False)
 
 
 def cheapest(problem: Problem) -> Plan:
@@ -218,10 +222,14 @@ class Planner:
 
     def body(self, jaxpr: GlobalJaxpr, arrivals: Sequence[Layout], outputs: Sequence[Target]) -> Plan:
         """The plan of a body, whose results may leave in parts."""
-        stated = (None,) * len(arrivals)
-        return cheapest(
-            Problem(jaxpr, self.mesh, self.machine, tuple(arrivals), stated, tuple(outputs), keeps_parts=True)
-        )
+        bodies = self.problem.bodies
+        key = id(jaxpr), tuple(arrivals), tuple(outputs)
+        if key not in bodies:
+            stated = (None,) * len(arrivals)
+            bodies[key] = cheapest(
+                Problem(jaxpr, self.mesh, self.machine, key[1], stated, key[2], keeps_parts=True, bodies=bodies)
+            )
+        return bodies[key]
 
     def plan_eqn(self, eqn: JaxprEqn) -> PlannedEqn:
         """Decide one equation, and record the moves of its operands."""

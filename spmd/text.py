@@ -152,11 +152,18 @@ def _equation_row(program: Any, naming: Naming, planned: PlannedEqn) -> Row:
     operands = " ".join(naming.placed(a, layout) for a, layout in zip(eqn.invars, planned.operands, strict=True))
     results = " ".join(naming(var) for var in eqn.outvars)
     shown = {key: eqn.params[key] for key in SHOWN if eqn.params.get(key) is not None and eqn.params[key] is not False}
-    params = ", ".join(f"{key}={value}" for key, value in shown.items())
+    params = ", ".join(f"{key}={_plain(value)}" for key, value in shown.items())
     types = [_typed(program, v.aval, layout) for v, layout in zip(eqn.outvars, planned.results, strict=True)]
     text = f"{results} = {eqn.primitive}{f'[{params}]' if params else ''} {operands}".rstrip()
     note = f"  # no rule: replicated; {program.plan.jaxpr.source(eqn).offset}" if planned.is_fallback else ""
     return text, ", ".join(types), note
+
+
+def _plain(value: Any) -> Any:
+    """A parameter with numpy's integers as Python's."""
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    return int(value) if isinstance(value, np.integer) else value
 
 
 def _typed(program: Any, aval: Any, layout: Layout) -> str:

@@ -40,6 +40,7 @@ from collectives.jax_compat import (
     primitive,
     scan_counts,
     source_of,
+    without_dead_code,
 )
 from placements import Mesh, P, PlacementError, Shard
 from placements.layout import resolve
@@ -131,7 +132,7 @@ def trace(
 ) -> GlobalJaxpr:
     """Trace `function` of flat arguments for `mesh`. `is_hidden` says which closed-over constants become inputs."""
     with tracing(mesh):
-        closed = jax.make_jaxpr(function)(*avals)
+        closed = without_dead_code(jax.make_jaxpr(function)(*avals))
     flat = _Flattening(is_hidden)
     inputs = [Var(var.aval) for var in closed.jaxpr.invars]
     outputs = flat.inline(closed, list(inputs))

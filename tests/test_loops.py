@@ -244,6 +244,15 @@ def test_a_loop_without_communication_has_none() -> None:
     agree(rows, [signed(5, 3)], [ROWS], FEW, gradient=False)
 
 
+def test_what_a_loop_computes_in_vain_is_dropped() -> None:
+    """A sum over ranks that only unused outputs of a loop need is not computed, nor sent."""
+
+    def last(x: Any) -> Any:
+        return lax.scan(lambda c, r: (jnp.sin(c + r), (c.sum(), r.max())), x[0], x)[0]
+
+    lower(last, (P(a=Shard(1)),), struct(6, 8)).check()
+
+
 def test_the_text_shows_the_body() -> None:
     """A loop's body is indented, with its collectives and how often it runs."""
 
