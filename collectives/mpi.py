@@ -103,6 +103,7 @@ class Prepared:
             starts = self.starts[source, target] = list(BUILD[self.transfer.kind](self, source, target))
         try:
             for start in starts:
+                self.pending = (None,)  # a start that fails may have begun something
                 self.pending = requests = start()
                 if len(requests) == 1:
                     if not requests[0].Test():
@@ -119,13 +120,18 @@ class Prepared:
         self.communicator.done += 1
 
     def spec(self, address: int, start: int, count: int) -> Spec:
-        """Items of a buffer as mpi4py takes them."""
+        """Items of a buffer as mpi4py takes them.
+
+        No items have memory of their own: XLA may give an empty result the address of an operand, which MPI refuses.
+        """
         size = self.transfer.dtype.itemsize
+        if count == 0:
+            return [MPI.memory.frombuffer(np.empty(size, np.uint8)), 0, self.kind]
         return [MPI.memory.fromaddress(address + start * size, count * size), count, self.kind]
 
     def array(self, address: int, start: int, count: int) -> Any:
         """Items of a buffer as a numpy array."""
-        return np.frombuffer(self.spec(address, start, count)[0], self.transfer.dtype)
+        return np.frombuffer(self.spec(address, start, count)[0], self.transfer.dtype, count)
 
 
 def _one(call: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -240,8 +246,7 @@ def _reduce_scatter(p: Prepared, source: int, target: int) -> Iterator[Start]:
 
 def _all_to_all(p: Prepared, source: int, target: int) -> Iterator[Start]:
     t, comm = p.transfer, p.communicator.comm
-    if t.total > LIMIT or 0 in t.sends or 0 in t.counts:
-        # Open MPI's Ialltoallv does not end where one member receives nothing. A zero is seen by all members or by none.
+    if t.total > LIMIT or t.some_empty:  # Open MPI's Ialltoallv does not end where one member receives nothing
         outgoing = [Piece(i, sum(t.sends[:i]), count) for i, count in enumerate(t.sends)]
         incoming = [Piece(i, sum(t.counts[:i]), count) for i, count in enumerate(t.counts)]
         yield from _pieces(p, source, target, outgoing, incoming)

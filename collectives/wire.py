@@ -41,8 +41,8 @@ class Transfer:
     """One operation on flat buffers: its kind, the dtype of the items, how many go in and come out.
 
     all_reduce and reduce_scatter: `op`, and `counts` per member. all_gather, all_to_all: `sends` and `counts` (received) per
-    member, and `total` over all members, by which all of them choose alike how to send. broadcast: `root`. exchange: pieces
-    sent and received; a piece whose member is oneself is copied.
+    member; all_to_all: `total` over all members, and `some_empty`, whether any two have nothing for each other: by these all
+    choose alike how to send. broadcast: `root`. exchange: pieces sent and received; a piece whose member is oneself is copied.
     """
 
     kind: str
@@ -53,6 +53,7 @@ class Transfer:
     counts: tuple[int, ...] = ()
     sends: tuple[int, ...] = ()
     total: int = 0
+    some_empty: bool = False
     root: int = 0
     outgoing: tuple[Piece, ...] = ()
     incoming: tuple[Piece, ...] = ()
@@ -98,6 +99,7 @@ def join(parts: Sequence[Arranged]) -> Joined:
         counts=_sum([t.counts for t in transfers]),
         sends=_sum([t.sends for t in transfers]),
         total=sum(t.total for t in transfers),
+        some_empty=any(t.some_empty for t in transfers),
         root=first.root,
         outgoing=_shifted([t.outgoing for t in transfers], starts_in),
         incoming=_shifted([t.incoming for t in transfers], starts_out),
@@ -250,7 +252,14 @@ def _all_to_all(
     counts = tuple(length * to_sizes[rank] * rest for length in sizes)
     total = sum(sizes) * sum(to_sizes) * rest
     transfer = Transfer(
-        "all_to_all", np.dtype(items.dtype), sum(sends), sum(counts), counts=counts, sends=sends, total=total
+        "all_to_all",
+        np.dtype(items.dtype),
+        sum(sends),
+        sum(counts),
+        counts=counts,
+        sends=sends,
+        total=total,
+        some_empty=0 in sizes or 0 in to_sizes,
     )
     shape = [to_sizes[rank] if d == to_dim else length for d, length in enumerate(array.shape)]
     whole = (sum(sizes), *(length for d, length in enumerate(shape) if d != dim))

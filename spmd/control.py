@@ -6,18 +6,23 @@ loop in place of one in every iteration. The cheapest candidate wins: what it co
 what is left in parts.
 
 A scanned dim is whole on every rank: what shards it goes to the next dim, or is gathered. What a body would gather of a value
-that does not change is gathered once, before.
+that does not change is gathered once, before. A predicate that decides on collectives is made common: ranks that decided
+otherwise would wait for one another.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from collectives.jax_compat import Atom, JaxprEqn, Literal
-from placements import Layout
-from spmd.plan import Plan, PlannedEqn
+from placements import Layout, Step
+from spmd.plan import Move, Plan, PlannedEqn
+from spmd.trace import GlobalJaxpr
 
 if TYPE_CHECKING:
     from spmd.propagate import Planner
@@ -68,6 +73,7 @@ class _Loop:
         if sum(atom is carry for eqn in self.body.eqns for atom in eqn.invars) != 1:
             return None
         makers = {id(var): planned for planned in body.eqns for var in planned.eqn.outvars}
+        led = _led_from(carry, self.body.eqns)
         atom, added = self.body.outputs[index], []
         while atom is not carry:
             maker = makers.get(id(atom))
@@ -77,7 +83,7 @@ class _Loop:
             if maker is None or maker.eqn.primitive.name not in SUMS:
                 return None
             left, right = maker.eqn.invars
-            other, atom = (right, left) if _leads_to(left, carry, makers) else (left, right)
+            other, atom = (right, left) if id(left) in led else (left, right)
             producer = makers.get(id(other))
             if producer is None:
                 return None
@@ -94,14 +100,41 @@ class _Loop:
         return total
 
 
-def _leads_to(atom: Atom, carry: Atom, makers: dict[int, PlannedEqn]) -> bool:
-    """Whether sums lead from `carry` to `atom`."""
-    if atom is carry:
-        return True
-    maker = makers.get(id(atom))
-    if maker is None or maker.eqn.primitive.name not in (*SUMS, "convert_element_type"):
-        return False
-    return any(_leads_to(each, carry, makers) for each in maker.eqn.invars if not isinstance(each, Literal))
+def _led_from(carry: Atom, eqns: Sequence[JaxprEqn]) -> set[int]:
+    """The values, by identity, to which sums lead from `carry`."""
+    led = {id(carry)}
+    for eqn in eqns:
+        if eqn.primitive.name in (*SUMS, "convert_element_type") and any(id(atom) in led for atom in eqn.invars):
+            led.update(map(id, eqn.outvars))
+    return led
+
+
+def exact_values(jaxpr: GlobalJaxpr, inputs: set[int]) -> set[int]:
+    """The values, by identity, that follow from integers alone: their bits are the same on every rank."""
+    exact = set(inputs)
+    for eqn in jaxpr.eqns:
+        whole = all(isinstance(atom, Literal) or id(atom) in exact for atom in eqn.invars)
+        if whole and "bodies" not in eqn.params:
+            exact.update(id(var) for var in eqn.outvars if is_discrete(var))
+    return exact
+
+
+def is_discrete(atom: Atom) -> bool:
+    """Whether a value is of bools or integers."""
+    return bool(np.dtype(atom.aval.dtype).kind in "biu") if isinstance(atom.aval.dtype, np.dtype) else False
+
+
+def _common(planner: Planner, atom: Atom, bodies: Sequence[Plan], is_exact: bool) -> tuple[Move, ...]:
+    """What makes a predicate the same on all ranks, bit for bit, where it decides on collectives: a broadcast over the axes
+    that the bodies communicate over. Nothing where it follows from integers, or where they do not communicate."""
+    steps = [step for body in bodies for each in body.moves() for step in each.move.steps if step.communicates]
+    used = dict.fromkeys(axis for step in steps for axis in step.axes)
+    axes = tuple(axis for axis in planner.axes if axis in used)
+    if not axes or is_exact or isinstance(atom, Literal):
+        return ()
+    layout = Layout.replicated(planner.mesh, 0)
+    step = Step("broadcast", axes, layout, layout, 1)
+    return (Move(atom, layout, layout, (step,), "the predicate is made common", planner.asking),)
 
 
 def _hoisted(body: Plan, constants: Layouts) -> Layouts:
@@ -187,7 +220,33 @@ def _plan_while(planner: Planner, eqn: JaxprEqn) -> PlannedEqn:
     carry = tuple(layout.with_partial(()) for layout in carry) if _reads_parts(condition, n_condition, carry) else carry
     constants = (*constants[:n_condition], *_hoisted(plan(constants, carry, carry), constants[n_condition:]))
     predicate = planner.body(condition, [*constants[:n_condition], *carry], [Layout.replicated(planner.mesh, 0)])
-    return _finish(planner, eqn, (*constants, *carry), carry, [predicate, plan(constants, carry, carry)], None)
+    chosen = plan(constants, carry, carry)
+    (decides,) = condition.outputs
+    counts = n_condition, n_body
+    common = _common(planner, decides, [predicate, chosen], id(decides) in _exact_in_condition(planner, eqn, counts))
+    predicate = dataclasses.replace(predicate, exits=(*predicate.exits, *common))
+    return _finish(planner, eqn, (*constants, *carry), carry, [predicate, chosen], None)
+
+
+def _exact_in_condition(planner: Planner, eqn: JaxprEqn, counts: tuple[int, int]) -> set[int]:
+    """The exact values in a loop's condition: a carry is exact if it begins so, and each iteration keeps it so."""
+    condition, body = eqn.params["bodies"]
+    n_condition, n_body = counts
+    exact = [isinstance(atom, Literal) or planner.is_exact(atom) for atom in eqn.invars]
+    carry = exact[n_condition + n_body :]
+    while True:
+        given = [*exact[n_condition : n_condition + n_body], *carry]
+        found = exact_values(body, {id(var) for var, is_exact in zip(body.inputs, given, strict=True) if is_exact})
+        kept = [
+            was and (isinstance(atom, Literal) or id(atom) in found)
+            for was, atom in zip(carry, body.outputs, strict=True)
+        ]
+        if kept == carry:
+            given = [*exact[:n_condition], *carry]
+            return exact_values(
+                condition, {id(var) for var, is_exact in zip(condition.inputs, given, strict=True) if is_exact}
+            )
+        carry = kept
 
 
 def _reads_parts(condition: Any, first: int, carry: Layouts) -> bool:
@@ -210,7 +269,9 @@ def _plan_cond(planner: Planner, eqn: JaxprEqn) -> PlannedEqn:
     costs = [round(sum(each.communication_us() + each.compute_us() for each in plan(option)), 6) for option in found]
     results = found[costs.index(min(costs))]
     index = Layout.replicated(planner.mesh, 0)
-    return _finish(planner, eqn, (index, *operands), results, plan(results), 1)
+    planned = _finish(planner, eqn, (index, *operands), results, plan(results), 1)
+    common = _common(planner, eqn.invars[0], planned.bodies, planner.is_exact(eqn.invars[0]))
+    return dataclasses.replace(planned, moves=(*planned.moves, *common))
 
 
 CONTROL: Final[dict[str, Callable[[Planner, JaxprEqn], PlannedEqn]]] = {

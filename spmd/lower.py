@@ -266,6 +266,10 @@ def _all_gather(step: Step, shape: Shape, place: Place) -> dict[str, Any]:
     return {"dim": dim, "split": split, "out_sizes": _sizes(step, shape, place, dim)}
 
 
+def _broadcast(step: Step, shape: Shape, place: Place) -> dict[str, Any]:
+    return {"root": 0}
+
+
 def _reduce_scatter(step: Step, shape: Shape, place: Place) -> dict[str, Any]:
     dim = step.dim or 0
     split = Split(shape[dim], step.target.dims[dim])
@@ -293,10 +297,12 @@ PARAMS: Final[dict[str, Callable[[Step, Shape, Place], dict[str, Any]]]] = {
     "all_gather": _all_gather,
     "all_reduce": _all_reduce,
     "all_to_all": _all_to_all,
+    "broadcast": _broadcast,
     "exchange": _exchange,
     "reduce_scatter": _reduce_scatter,
 }
-"""Per communicating step of `placements.redistribute.STEPS` the parameters of its primitive."""
+"""Per communicating step the parameters of its primitive: those of `placements.redistribute.STEPS`, and the broadcast of a
+predicate."""
 
 
 def _starts(step: Step, shape: Shape, place: Place, inner: Layout, outer: Layout) -> list[Any]:

@@ -31,11 +31,12 @@ def merged(plan: Plan) -> Plan:
     """The same plan, with the moves that share a message side by side. Bodies are plans of their own, and left alone."""
     points = [list(plan.entry), *(list(planned.moves) for planned in plan.eqns), list(plan.exits)]
     made = _made(plan, points)
+    facts = {id(move): _facts(move, plan.machine) for moves in points for move in moves}
     changed = False
     for at, moves in enumerate(points):
         index = 0
         while index < len(moves):
-            found = _joining(moves[index], points, at, index, made, plan.machine)
+            found = _joining(moves[index], points, at, index, made, facts)
             for point, move in found:
                 points[point].remove(move)
             moves[index + 1 : index + 1] = [dataclasses.replace(move, joined=True) for _, move in found]
@@ -66,24 +67,35 @@ def _made(plan: Plan, points: list[list[Move]]) -> dict[Version, int]:
     return made
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Facts:
+    """What decides whether a move can share a message; `kind` is None where it cannot."""
+
+    kind: Hashable
+    nbytes: int
+
+
+def _facts(move: Move, machine: Machine) -> _Facts:
+    return _Facts(_kind(move) if move.communicates and _is_small(move, machine) else None, _bytes(move))
+
+
 def _joining(
-    leader: Move, points: list[list[Move]], at: int, index: int, made: dict[Version, int], machine: Machine
+    leader: Move, points: list[list[Move]], at: int, index: int, made: dict[Version, int], facts: dict[int, _Facts]
 ) -> list[tuple[int, Move]]:
     """The later moves that can go with `leader`, which is the `index`th at point `at`."""
-    kind = _kind(leader)
-    room = BUCKET - _bytes(leader)
-    if kind is None or not _is_small(leader, machine):
+    kind, room = facts[id(leader)].kind, BUCKET - facts[id(leader)].nbytes
+    if kind is None:
         return []
     found: list[tuple[int, Move]] = []
     taken: set[int] = {id(leader.atom)}
     for point in range(at, len(points)):
         for move in points[point][index + 1 if point == at else 0 :]:
-            is_ready = isinstance(move.atom, Literal) or made.get((id(move.atom), move.source), -1) < at
-            fits = _kind(move) == kind and _is_small(move, machine) and _bytes(move) <= room
-            if is_ready and fits and id(move.atom) not in taken:
+            if move.joined or facts[id(move)].kind != kind or facts[id(move)].nbytes > room or id(move.atom) in taken:
+                continue
+            if isinstance(move.atom, Literal) or made.get((id(move.atom), move.source), -1) < at:
                 found.append((point, move))
                 taken.add(id(move.atom))
-                room -= _bytes(move)
+                room -= facts[id(move)].nbytes
     return found
 
 

@@ -109,7 +109,7 @@ class Plan:
 
     def communication_us(self) -> float:
         """What one run communicates, under the machine model. A loop of unknown length counts once."""
-        return sum((found.count or 1) * _move_us(found.move, self.machine) for found in self.moves())
+        return sum(times(found.count) * _move_us(found.move, self.machine) for found in self.moves())
 
     def compute_us(self) -> float:
         """What the busiest rank computes and stacks in one run, under the machine model."""
@@ -117,11 +117,16 @@ class Plan:
         for planned in self.eqns:
             if planned.rule is not None:
                 total += self.machine.compute_us(planned.rule.flops / _ranks(planned))
-            total += sum(body.compute_us() for body in planned.bodies) * (planned.count or 1)
+            total += sum(body.compute_us() for body in planned.bodies) * times(planned.count)
             if planned.bodies:  # what a loop stacks is written whole, in parts or in shards
                 pairs = zip(planned.eqn.outvars, planned.results, strict=True)
                 total += sum(self.machine.memory_us(_local_bytes(var.aval, layout)) for var, layout in pairs)
         return total
+
+
+def times(count: int | None) -> int:
+    """How often something runs, for sums: once, where it is not known."""
+    return 1 if count is None else count
 
 
 def _move_us(move: Move, machine: Machine) -> float:

@@ -28,7 +28,7 @@ from placements.mesh import Coordinate
 from placements.redistribute import step_bytes
 from spmd.errors import ArgumentError, CommunicationMismatch
 from spmd.lower import local_jaxpr, shape_key, uneven_splits
-from spmd.plan import Plan, item_sizes
+from spmd.plan import Plan, item_sizes, times
 from spmd.text import Naming, program_lines
 
 BODIES: Final = frozenset({"bodies", "jaxpr", "branches", "cond_jaxpr", "body_jaxpr", "ft_in", "ft_out"})
@@ -162,7 +162,7 @@ class Program:
 
         Loops of unknown length count as one iteration.
         """
-        return sum(collective.bytes * (collective.count or 1) for collective in self.collectives)
+        return sum(collective.bytes * times(collective.count) for collective in self.collectives)
 
     @functools.cached_property
     def fallbacks(self) -> tuple[Fallback, ...]:
@@ -264,7 +264,7 @@ class Program:
             found, wanted = sum(c.name == name for c in chosen), counts.get(name, 0)
             if wanted is not ... and found != wanted:
                 faults.append(f"{name}: {found}, expected {wanted}")
-        received = sum(c.bytes * (c.count or 1) for c in chosen)
+        received = sum(c.bytes * times(c.count) for c in chosen)
         if max_bytes is not None and received > max_bytes:
             faults.append(f"{received} bytes received, at most {max_bytes} allowed")
         messages = sum(any(c in chosen for c in message.collectives) for message in self.messages)

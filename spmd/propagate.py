@@ -30,7 +30,7 @@ from placements import Layout, Machine, Mesh, P, plan_steps
 from placements.cost import DEFAULT
 from placements.layout import merge
 from placements.redistribute import is_free, path_us
-from spmd.control import CONTROL
+from spmd.control import CONTROL, exact_values, is_discrete
 from spmd.errors import FallbackError
 from spmd.factors import Assignment, Passes, Rule, layouts
 from spmd.messages import merged
@@ -129,6 +129,7 @@ class Planner:
         self.uses = Counter(atom for eqn in self.jaxpr.eqns for atom in eqn.invars if not isinstance(atom, Literal))
         self.uses.update(atom for atom in self.jaxpr.outputs if not isinstance(atom, Literal))
         self.zeros: set[Var] = set()
+        self.exact = exact_values(self.jaxpr, {id(var) for var in self.jaxpr.inputs if is_discrete(var)})
 
     def run(self) -> Plan:
         """Plan every equation, once, in order."""
@@ -172,6 +173,10 @@ class Planner:
             value = np.asarray(atom.val)
             return value.dtype != np.bool_ and not value.any()
         return atom in self.zeros
+
+    def is_exact(self, atom: Atom) -> bool:
+        """Whether a value follows from integers alone, so that its bits are the same on every rank."""
+        return isinstance(atom, Literal) or id(atom) in self.exact
 
     def require(self, atom: Atom, target: Layout, reason: str) -> None:
         """Make a value available in a layout, by the cheapest move from any version.

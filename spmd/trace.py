@@ -164,12 +164,12 @@ def drop_dead(eqns: list[JaxprEqn], outputs: list[Atom]) -> list[JaxprEqn]:
 class _Flattening:
     """Inlines calls: collects equations over fresh variables, constants and hidden inputs (one per closed-over object)."""
 
-    def __init__(self, is_hidden: Callable[[Any], bool]) -> None:
-        self.is_hidden = is_hidden
+    def __init__(self, is_hidden: Callable[[Any], bool], is_body: bool = False) -> None:
+        self.is_hidden, self.is_body = is_hidden, is_body
         self.eqns: list[JaxprEqn] = []
         self.constants: list[tuple[Var, Any]] = []
         self.hidden: list[tuple[Var, Any]] = []
-        self.of_constant: dict[int, Var] = {}
+        self.of_constant: dict[int, tuple[Var, Any]] = {}  # by identity, which is the value's while it is kept
         self.callers: dict[Var, tuple[JaxprEqn, ...]] = {}
         self.seen: dict[Hashable, list[Atom]] = {}
 
@@ -244,7 +244,7 @@ class _Flattening:
 
     def nested(self, jaxpr: Any) -> tuple[GlobalJaxpr, list[Atom]]:
         """A body as a jaxpr of its own, whose first inputs are what it closes over; and the variables of these here."""
-        inner = _Flattening(self.is_hidden)
+        inner = _Flattening(self.is_hidden, is_body=True)
         inputs = [Var(var.aval) for var in as_closed(jaxpr)[0].invars]
         outputs = inner.inline(jaxpr, list(inputs))
         captured = [*inner.constants, *inner.hidden]
@@ -260,9 +260,10 @@ class _Flattening:
         """The variable of a closed-over constant."""
         if id(value) not in self.of_constant:
             var = Var(aval)
-            self.of_constant[id(value)] = var
-            (self.hidden if self.is_hidden(value) else self.constants).append((var, _owned(value)))
-        return self.of_constant[id(value)]
+            self.of_constant[id(value)] = var, value
+            kept = value if self.is_body else _owned(value)
+            (self.hidden if self.is_hidden(value) else self.constants).append((var, kept))
+        return self.of_constant[id(value)][0]
 
 
 UNCHANGED: Final = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "slice", "squeeze", "transpose"})
@@ -285,9 +286,11 @@ def _before_the_loop(flat: _Flattening, body: GlobalJaxpr, constants: list[Atom]
         flat.callers[result] = body.callers.get(eqn.outvars[0], ())
         outside[eqn.outvars[0]] = result
         added.append(eqn.outvars[0])
+    used = {id(atom) for eqn in kept for atom in eqn.invars} | {id(atom) for atom in body.outputs}
     first = len(constants)
-    inputs = (*body.inputs[:first], *added, *body.inputs[first:])
-    return dataclasses.replace(body, inputs=inputs, eqns=tuple(kept)), [*constants, *(outside[var] for var in added)]
+    own = [var for var in (*body.inputs[:first], *added) if id(var) in used]
+    replaced = dataclasses.replace(body, inputs=(*own, *body.inputs[first:]), eqns=tuple(kept))
+    return replaced, [outside[var] for var in own]
 
 
 def _nbytes(atom: Atom) -> int:
@@ -318,9 +321,8 @@ def _cond(flat: _Flattening, eqn: JaxprEqn, operands: list[Atom]) -> JaxprEqn:
     everything = list(dict.fromkeys(var for _, captured in found for var in captured))
     bodies = []
     for body, captured in found:
-        own = body.inputs[: len(captured)]
-        extra = iter(own)
-        inputs = [next(extra) if any(var is c for c in captured) else Var(var.aval) for var in everything]
+        own = dict(zip(captured, body.inputs, strict=False))
+        inputs = [own[var] if var in own else Var(var.aval) for var in everything]
         bodies.append(dataclasses.replace(body, inputs=(*inputs, *body.inputs[len(captured) :])))
     return eqn.replace(invars=[operands[0], *everything, *operands[1:]], params={**eqn.params, "bodies": tuple(bodies)})
 

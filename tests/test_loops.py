@@ -232,6 +232,69 @@ def test_constraints_and_closures_inside_a_body() -> None:
     assert [str(layout) for layout in product.operands] == ["P(a=S(1))", "P(a=S(0))"]
 
 
+def test_constants_of_bodies_stay_apart() -> None:
+    """Numpy arrays that jitted functions in several loops and branches close over, in other orders: each keeps its own."""
+
+    def adds(c: Any) -> Any:
+        c = np.asarray(c, np.float32)
+        return jax.jit(lambda x: x + c)
+
+    functions = [adds(np.arange(4) * 10**i) for i in range(4)]
+
+    def loops(x: Any) -> Any:
+        for k in functions:
+            x = lax.fori_loop(0, 1, lambda i, v, k=k: k(v), x)
+        return x
+
+    agree(loops, [np.ones(4, np.float32)], [ROWS], FEW, exact=True)
+    a, b = np.arange(4, dtype=np.float32) + 2, np.arange(4, dtype=np.float32) * 10
+    times, plus = jax.jit(lambda x: x * a), jax.jit(lambda x: x + b)
+
+    def branches(p: Any, x: Any) -> Any:
+        return lax.cond(p, lambda x: plus(times(x)), lambda x: times(plus(x)), x)
+
+    for p in (True, False):
+        agree(branches, [np.bool_(p), np.full(4, 3, np.float32)], [WHOLE, ROWS], FEW, exact=True)
+
+
+def test_predicates_that_decide_on_collectives_are_common() -> None:
+    """A float predicate is broadcast over the axes of the body's collectives; one from integers is not, nor one of a loop
+    that sends nothing."""
+
+    def halve(x: Any) -> Any:
+        return lax.while_loop(lambda v: jnp.sum(v**2) > 0.1, lambda v: v * 0.5, x)
+
+    lower(halve, (ROWS,), struct(8, 3)).check(all_reduce=1, broadcast=1)
+
+    def counted(x: Any, n: Any) -> Any:
+        return lax.while_loop(lambda s: s[0] < n, lambda s: (s[0] + 1, s[1] / (1 + jnp.sum(s[1] ** 2))), (0, x))[1]
+
+    lower(counted, (ROWS, WHOLE), struct(8, 3), jax.ShapeDtypeStruct((), np.int32)).check(all_reduce=1)
+
+    def chosen(x: Any, y: Any) -> Any:
+        return lax.cond(y > 0, lambda x: x - x.sum(0), lambda x: x, x)
+
+    lower(chosen, (ROWS, WHOLE), struct(8, 3), struct()).check(all_reduce=1, broadcast=1)
+    lower(chosen, (COLUMNS, WHOLE), struct(8, 4), struct()).check()
+    agree(chosen, [signed(5, 3), np.float32(2)], [ROWS, WHOLE], FEW)
+    agree(counted, [signed(5, 3), np.int32(3)], [ROWS, WHOLE], FEW, gradient=False)
+
+
+def test_long_sums_in_a_body() -> None:
+    """A thousand sums before one is added to the carry: planned in time, and as on one rank."""
+
+    def total(x: Any) -> Any:
+        def body(carry: Any, row: Any) -> Any:
+            y = row
+            for _ in range(300):
+                y = y + row
+            return y + carry, None
+
+        return lax.scan(body, jnp.zeros(4), x)[0]
+
+    agree(total, [np.ones((2, 4), np.float32)], [COLUMNS], FEW[:1], gradient=False)
+
+
 def test_a_loop_without_communication_has_none() -> None:
     """Rows that do not meet stay where they are, through scan, while and cond."""
 

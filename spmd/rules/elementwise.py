@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import jax.numpy as jnp
+import numpy as np
 
-from collectives.jax_compat import JaxprEqn
+from collectives.jax_compat import JaxprEqn, Literal
 from spmd.factors import ANY_OP, LINEAR, Passes, Rule
 
 PassesOf = Callable[[JaxprEqn], tuple[Passes, ...]]
@@ -60,6 +61,10 @@ def _multilinear(eqn: JaxprEqn) -> tuple[Passes, ...]:
 
 
 def _quotient(eqn: JaxprEqn) -> tuple[Passes, ...]:
+    """By a literal: by a value that may be zero, parts of both signs would give NaN in place of an infinity."""
+    divisor = eqn.invars[1]
+    if not isinstance(divisor, Literal) or not np.all(divisor.val):
+        return ()
     return (Passes(LINEAR, (0,)),) if jnp.issubdtype(_dtype(eqn), jnp.inexact) else ()
 
 

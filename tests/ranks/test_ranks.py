@@ -366,6 +366,27 @@ def test_empty_buffers_and_donation_of_the_token() -> None:
     )
 
 
+def test_merged_messages() -> None:
+    """Several of a kind in one message, with empty pieces between some members of some: every rank chooses the same way."""
+    moves = spmd.jit(
+        lambda *xs: tuple(2 * x for x in xs),
+        mesh=MESH,
+        in_placements=(ROWS, ROWS, ROWS),
+        out_placements=(P(a=Shard(1)),) * 3,
+    )
+    arrays = [np.arange(n * m, dtype=np.float32).reshape(n, m) - 7 for n, m in ((5, 2), (2, 5), (4, 4))]
+    for _ in range(2):
+        for found, array in zip(moves(*arrays), arrays, strict=True):
+            same(found, 2 * array, MESH, exact=True)
+    for out in (P(), P(a=Shard(1))):
+        parts = [spmd.from_local(array[:, :2] * (RANK + 1), P(a=Partial()), MESH) for array in arrays]
+        sums = spmd.jit(lambda *xs: tuple(jnp.negative(x) for x in xs), mesh=MESH, out_placements=(out,) * 3)
+        program = sums.lower(*parts)
+        assert SIZE == 1 or len(program.messages) == 1
+        for found, array in zip(sums(*parts), arrays, strict=True):
+            same(found, -array[:, :2] * sum(range(1, SIZE + 1)), MESH, exact=True)
+
+
 def test_large_messages_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """The paths for counts beyond the limit of one MPI call, with the limit lowered."""
     from collectives import mpi
