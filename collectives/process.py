@@ -89,6 +89,8 @@ def world() -> Communicator:
     found = launch()
     if found is None:
         return Alone()
+    if os.environ.get("SPMD_CHECK", "") not in ("", "off", "values"):
+        raise BackendError(f"SPMD_CHECK={os.environ['SPMD_CHECK']!r}: it may be 'off' or 'values'.")
     mpi = _start_mpi(found.size)
     with watch.ends_job(f"making the communicators of all {found.size} processes (some rank uses no mesh)", mpi.abort):
         connected = mpi.connect(found)
@@ -99,7 +101,6 @@ def world() -> Communicator:
 
 def _start_mpi(size: int) -> Any:
     """The MPI back end. A start that the other processes do not join ends this one: it holds the interpreter's lock."""
-    print(end="", file=sys.stderr, flush=True)
     faulthandler.dump_traceback_later(watch.timeout_s(), exit=True)
     try:
         from collectives import mpi

@@ -45,6 +45,9 @@ def mpiexec(n: int, *command: str, timeout: float, **environ: str) -> subprocess
     )  # fmt: skip
 
 
+TEXTBOOK = ("test_many_small_parameters_share_messages_e8", "test_fsdp_on_ranks_that_do_not_divide_e13")
+
+
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_ranks(n: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Every test for real ranks, and the value cases, on n ranks; each rank's log is shown where one fails.
@@ -54,6 +57,7 @@ def test_ranks(n: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     everything = n == 2 or request.config.getoption("--all")
     part = {} if everything else {"SPMD_TEST_PART": f"{n - 3}/2"}
     targets = [str(TESTS / "ranks" / "test_ranks.py"), str(TESTS / "test_cases.py")]
+    targets += [f"{TESTS / 'test_textbook.py'}::{name}" for name in TEXTBOOK]
     targets += [str(TESTS / "test_loops.py")] if everything or n == 3 else []
     done = mpiexec(n, str(TESTS / "ranks" / "run.py"), str(tmp_path), *targets, timeout=400, SPMD_TIMEOUT="60", **part)
     logs = {path.stem: path.read_text() for path in sorted(tmp_path.glob("*.log"))}
