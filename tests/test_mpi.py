@@ -117,8 +117,9 @@ mesh = Mesh(a=size)
 f = spmd.jit(lambda x: x.sum(0), mesh=mesh, in_placements=P(a=Shard(0)))
 x = np.arange(6., dtype=np.float32)
 f(x)
-os.environ["SPMD_TIMEOUT"] = "4"  # from here on: starting up may take longer
 """
+SHORT = "os.environ['SPMD_TIMEOUT'] = '4'\n"
+"""For faults that end by a time-out: from here on, as starting up and compiling may take longer on a busy machine."""
 
 FAULTS: dict[str, tuple[int, str, str, bool]] = {
     "raise on one rank": (3, "if rank == 0: raise ValueError('the reason')\nf(x)", "ValueError: the reason", False),
@@ -127,7 +128,7 @@ FAULTS: dict[str, tuple[int, str, str, bool]] = {
         2, "g = spmd.jit(lambda x: x + (1 / 0 if rank else 1), mesh=mesh)\ng(x)", "ZeroDivisionError", False,
     ),
     "leaving early": (2, "if rank == 0: sys.exit(0)\nf(x)", "rank 0 has left", False),
-    "a rank that never comes": (2, "if rank == 1: time.sleep(30)\nf(x)", "not done after 4 s", False),
+    "a rank that never comes": (2, SHORT + "if rank == 1: time.sleep(30)\nf(x)", "not done after 4 s", False),
     "only one rank gathers": (
         2,
         "y = spmd.distribute(x, P(a=Shard(0)), mesh)\nprint(y)\nif rank == 0: y.full()\nelse: f(x)",
@@ -135,7 +136,7 @@ FAULTS: dict[str, tuple[int, str, str, bool]] = {
     ),
     "an error caught and the work continued": (
         2,
-        "g = spmd.jit(lambda x: x * 2 + x.sum(), mesh=mesh, in_placements=P(a=Shard(0)))\n"
+        SHORT + "g = spmd.jit(lambda x: x * 2 + x.sum(), mesh=mesh, in_placements=P(a=Shard(0)))\n"
         "try:\n"
         "    if rank == 1: time.sleep(8)\n"
         "    f(x)\n"
@@ -163,7 +164,7 @@ FAULTS: dict[str, tuple[int, str, str, bool]] = {
         2,
         "os.environ['SPMD_CHECK'] = 'off'\nbig = np.ones(400_000, np.float32)\n"
         "g = spmd.jit(lambda x: jnp.tanh(x) + x.sum(), mesh=mesh, in_placements=P(a=Shard(0)))\ng(big)\n"
-        "if rank == 1: time.sleep(9)\n"
+        + SHORT + "if rank == 1: time.sleep(9)\n"
         "try: g(big)\nexcept collectives.TransportError: pass\nprint('continued')",
         "all_reduce[a, sum] float32[]  4 bytes", False,
     ),
