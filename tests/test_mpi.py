@@ -59,7 +59,7 @@ def test_ranks(n: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     targets = [str(TESTS / "ranks" / "test_ranks.py"), str(TESTS / "test_cases.py")]
     targets += [f"{TESTS / 'test_textbook.py'}::{name}" for name in TEXTBOOK]
     targets += [str(TESTS / "test_loops.py")] if everything or n == 3 else []
-    done = mpiexec(n, str(TESTS / "ranks" / "run.py"), str(tmp_path), *targets, timeout=400, SPMD_TIMEOUT="60", **part)
+    done = mpiexec(n, str(TESTS / "ranks" / "run.py"), str(tmp_path), *targets, timeout=900, SPMD_TIMEOUT="120", **part)
     logs = {path.stem: path.read_text() for path in sorted(tmp_path.glob("*.log"))}
     statuses = [path.read_text() for path in sorted(tmp_path.glob("*.status"))]
     shown = "\n".join(f"--- {name}\n{log[-3000:]}" for name, log in logs.items())
@@ -88,7 +88,7 @@ def test_the_main_job_under_mpiexec(request: pytest.FixtureRequest) -> None:
     ).replace("EVERYTHING", str(bool(request.config.getoption("--all"))))
     curves: dict[str, list[list[float]]] = {"float64": [], "float32": []}
     for n in (1, 2, 3, 4):
-        done = mpiexec(n, "-c", script, timeout=200)
+        done = mpiexec(n, "-c", script, timeout=400)
         assert done.returncode == 0, done.stderr[-3000:]
         for line in re.findall(r"LOSSES (.*)", done.stdout):
             dtype, losses = json.loads(line)
