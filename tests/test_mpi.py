@@ -52,13 +52,13 @@ TEXTBOOK = ("test_many_small_parameters_share_messages_e8", "test_fsdp_on_ranks_
 def test_ranks(n: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Every test for real ranks, and the value cases, on n ranks; each rank's log is shown where one fails.
 
-    Without `--all` each case runs on two ranks, and on three or on four; half of the loops on three.
+    Without `--all` each case runs on two ranks, and on three or on four; loops on two.
     """
     everything = n == 2 or request.config.getoption("--all")
     part = {} if everything else {"SPMD_TEST_PART": f"{n - 3}/2"}
     targets = [str(TESTS / "ranks" / "test_ranks.py"), str(TESTS / "test_cases.py")]
     targets += [f"{TESTS / 'test_textbook.py'}::{name}" for name in TEXTBOOK]
-    targets += [str(TESTS / "test_loops.py")] if everything or n == 3 else []
+    targets += [str(TESTS / "test_loops.py")] if everything else []
     done = mpiexec(n, str(TESTS / "ranks" / "run.py"), str(tmp_path), *targets, timeout=900, SPMD_TIMEOUT="120", **part)
     logs = {path.stem: path.read_text() for path in sorted(tmp_path.glob("*.log"))}
     statuses = [path.read_text() for path in sorted(tmp_path.glob("*.status"))]
