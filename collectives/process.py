@@ -20,7 +20,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import jax
@@ -161,6 +161,16 @@ class MeshProcess:
                 f"{self.mesh!r} is poisoned: a program on it failed underway, and ranks may be at different collectives. "
                 f"Start the job anew. The first failure was {type(self.poison).__name__}: {self.poison}"
             ) from self.poison
+
+    @contextlib.contextmanager
+    def underway(self) -> Iterator[None]:
+        """A collective of the mesh outside a program: raises if the mesh is poisoned; a failure in the block poisons it."""
+        self.check_usable()
+        try:
+            yield
+        except BaseException as error:
+            self.poison = error
+            raise
 
     def agree(self, digest: int, text: Callable[[], str], asks: bool = False) -> bool:
         """Return if all ranks of the mesh launch the same program, as their call of the same number.

@@ -48,9 +48,8 @@ class _Loop:
 
     def choose(self, plan: Callable[..., Plan]) -> Layouts:
         """The layouts of the carries."""
-        found = list(dict.fromkeys(self.candidates(plan)))
-        costs = [round(self.cost_us(carry, plan(carry, carry)), 6) for carry in found]
-        return found[costs.index(min(costs))]
+        found = dict.fromkeys(self.candidates(plan))
+        return min(found, key=lambda carry: round(self.cost_us(carry, plan(carry, carry)), 6))
 
     def candidates(self, plan: Callable[..., Plan]) -> Iterator[Layouts]:
         """What the carries might be, the initial values first."""
@@ -93,7 +92,7 @@ class _Loop:
     def cost_us(self, carry: Layouts, body: Plan) -> float:
         """Entering, iterating, and reducing what is left in parts."""
         planner = self.planner
-        total = self.count * (body.communication_us() + body.compute_us())
+        total = self.count * body.total_us()
         for atom, var, layout in zip(self.init, self.eqn.outvars, carry, strict=False):
             total += planner.cheapest_us(atom, layout)
             total += planner.reduction_us(var, layout, planner.axes)
@@ -121,7 +120,7 @@ def exact_values(jaxpr: GlobalJaxpr, inputs: set[int]) -> set[int]:
 
 def is_discrete(atom: Atom) -> bool:
     """Whether a value is of bools or integers."""
-    return bool(np.dtype(atom.aval.dtype).kind in "biu") if isinstance(atom.aval.dtype, np.dtype) else False
+    return isinstance(atom.aval.dtype, np.dtype) and atom.aval.dtype.kind in "biu"
 
 
 def _common(planner: Planner, atom: Atom, bodies: Sequence[Plan], is_exact: bool) -> tuple[Move, ...]:
@@ -197,12 +196,8 @@ def _plan_scan(planner: Planner, eqn: JaxprEqn) -> PlannedEqn:
 
 def _unscanned(layout: Layout) -> Layout:
     """The scanned dim whole: the axes that shard it go to the next dim."""
-    axes = layout.dims[0]
-    return (
-        layout.with_dim(0, ()).with_dim(1, (*layout.dims[1], *axes))
-        if axes and layout.ndim > 1
-        else layout.with_dim(0, ())
-    )
+    axes, whole = layout.dims[0], layout.with_dim(0, ())
+    return whole.with_dim(1, (*layout.dims[1], *axes)) if axes and layout.ndim > 1 else whole
 
 
 def _plan_while(planner: Planner, eqn: JaxprEqn) -> PlannedEqn:
@@ -232,7 +227,7 @@ def _exact_in_condition(planner: Planner, eqn: JaxprEqn, counts: tuple[int, int]
     """The exact values in a loop's condition: a carry is exact if it begins so, and each iteration keeps it so."""
     condition, body = eqn.params["bodies"]
     n_condition, n_body = counts
-    exact = [isinstance(atom, Literal) or planner.is_exact(atom) for atom in eqn.invars]
+    exact = [planner.is_exact(atom) for atom in eqn.invars]
     carry = exact[n_condition + n_body :]
     while True:
         given = [*exact[n_condition : n_condition + n_body], *carry]
@@ -265,9 +260,7 @@ def _plan_cond(planner: Planner, eqn: JaxprEqn) -> PlannedEqn:
 
     options = dict.fromkeys(tuple(r.with_partial(()) for r in found.departures) for found in plan(None))
     options[tuple(Layout.replicated(planner.mesh, len(var.aval.shape)) for var in eqn.outvars)] = None
-    found = list(options)
-    costs = [round(sum(each.communication_us() + each.compute_us() for each in plan(option)), 6) for option in found]
-    results = found[costs.index(min(costs))]
+    results = min(options, key=lambda option: round(sum(each.total_us() for each in plan(option)), 6))
     index = Layout.replicated(planner.mesh, 0)
     planned = _finish(planner, eqn, (index, *operands), results, plan(results), 1)
     common = _common(planner, eqn.invars[0], planned.bodies, planner.is_exact(eqn.invars[0]))

@@ -180,12 +180,8 @@ def collectives_in(eqns: Sequence[Any]) -> Iterator[Any]:
 
 def run_alone(here: process.MeshProcess, name: str, array: Any, **arguments: Any) -> Any:
     """One collective over all ranks of a mesh, outside a program. A failure underway poisons the mesh."""
-    here.check_usable()
-    try:
+    with here.underway():
         return getattr(here.communicator, name)(array, **arguments)
-    except BaseException as error:
-        here.poison = error
-        raise
 
 
 def run_collective(name: str, buffers: Ranks, params: dict[str, Any]) -> Ranks:
@@ -194,13 +190,9 @@ def run_collective(name: str, buffers: Ranks, params: dict[str, Any]) -> Ranks:
     if process.is_simulated(mesh):
         return primitives.simulate(name, buffers, params)
     here = process.on_mesh(mesh)
-    here.check_usable()
     arguments = primitives.group_arguments(name, here.members(params["axes"]), params)
-    try:
+    with here.underway():
         return (jnp.asarray(getattr(here.group(params["axes"]), name)(buffers[0], **arguments)),)
-    except BaseException as error:
-        here.poison = error
-        raise
 
 
 def agree_on(mesh: Mesh, lines: Callable[[], list[str]]) -> None:

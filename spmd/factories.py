@@ -61,10 +61,7 @@ def distribute(x: Any, placements: Any, mesh: Mesh | None = None, *, source: int
         raise ArgumentError(f"spmd.distribute: source={source} is no rank of {found!r}.")
     placed, treedef = place_leaves(placements, x, "x", "spmd.distribute", _aval)
     agree_on(found, lambda: _lines(placed, source))
-    if source is not None and not is_simulated(found):
-        x = jax.tree.map(lambda leaf: _from_rank(leaf, source, found), x)
-        placed, treedef = place_leaves(placements, x, "x", "spmd.distribute", _aval)
-    return jax.tree.unflatten(treedef, [_distribute(leaf, found) for leaf in placed])
+    return jax.tree.unflatten(treedef, [_distribute(leaf, found, source) for leaf in placed])
 
 
 def _lines(placed: list[PlacedLeaf], source: int | None) -> list[str]:
@@ -82,10 +79,9 @@ def _lines(placed: list[PlacedLeaf], source: int | None) -> list[str]:
     return lines
 
 
-def _from_rank(leaf: Any, source: int, mesh: Mesh) -> Any:
+def _from_rank(value: Any, source: int, mesh: Mesh) -> Any:
     """One rank's array, on every rank. Each passes one of the same shape and dtype."""
     here = on_mesh(mesh)
-    value = _canonical(leaf, jax.typeof(leaf))
     if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
         words = run_alone(here, "broadcast", jax.random.key_data(value), root=mesh.ranks.index(source))
         return jax.random.wrap_key_data(jnp.asarray(words), impl=jax.random.key_impl(value))
@@ -100,10 +96,13 @@ def _aval(path: str, value: Any) -> Any:
     return jax.typeof(value)
 
 
-def _distribute(leaf: PlacedLeaf, mesh: Mesh) -> DArray:
+def _distribute(leaf: PlacedLeaf, mesh: Mesh, source: int | None) -> DArray:
     placements, aval = leaf.stated or P(), leaf.aval
     layout = layout_of(f"spmd.distribute: {leaf.path}", placements, mesh, aval.shape, aval.dtype)
-    return DArray(aval, layout, shards_of(_canonical(leaf.value, aval), layout), placements)
+    value = _canonical(leaf.value, aval)
+    if source is not None and not is_simulated(mesh):
+        value = _from_rank(value, source, mesh)
+    return DArray(aval, layout, shards_of(value, layout), placements)
 
 
 def _canonical(x: Any, aval: Any) -> Any:

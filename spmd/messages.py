@@ -14,11 +14,11 @@ from typing import Final
 
 import jax
 
-from collectives.jax_compat import Atom, Literal
+from collectives.jax_compat import Literal
 from collectives.simulated import reduction_dtype
-from placements import Layout, Machine, Step
+from placements import Layout, Machine
 from placements.redistribute import step_bytes
-from spmd.plan import Move, Plan, item_sizes
+from spmd.plan import Move, Plan, item_sizes, local_bytes
 
 BUCKET: Final = 2**20
 """Bytes of one message of several collectives, at most."""
@@ -115,10 +115,5 @@ def _bytes(move: Move) -> int:
 
 def _is_small(move: Move, machine: Machine) -> bool:
     """Whether packing and unpacking costs less than the latency of a message."""
-    return 2 * machine.memory_us(max(_local_bytes(step, move.atom) for step in move.steps)) < machine.latency_us
-
-
-def _local_bytes(step: Step, atom: Atom) -> int:
-    """The larger of what goes into a step and comes out."""
-    sizes = (layout.largest_local_size(atom.aval.shape) for layout in (step.source, step.target))
-    return max(sizes) * int(atom.aval.dtype.itemsize)
+    layouts = (move.source, *(step.target for step in move.steps))
+    return 2 * machine.memory_us(max(local_bytes(move.atom.aval, layout) for layout in layouts)) < machine.latency_us

@@ -107,6 +107,10 @@ class Plan:
             for body in planned.bodies:
                 yield from body.flat()
 
+    def total_us(self) -> float:
+        """What one run costs, under the machine model: nothing overlaps."""
+        return self.communication_us() + self.compute_us()
+
     def communication_us(self) -> float:
         """What one run communicates, under the machine model. A loop of unknown length counts once."""
         return sum(times(found.count) * _move_us(found.move, self.machine) for found in self.moves())
@@ -120,7 +124,7 @@ class Plan:
             total += sum(body.compute_us() for body in planned.bodies) * times(planned.count)
             if planned.bodies:  # what a loop stacks is written whole, in parts or in shards
                 pairs = zip(planned.eqn.outvars, planned.results, strict=True)
-                total += sum(self.machine.memory_us(_local_bytes(var.aval, layout)) for var, layout in pairs)
+                total += sum(self.machine.memory_us(local_bytes(var.aval, layout)) for var, layout in pairs)
         return total
 
 
@@ -143,7 +147,8 @@ def _ranks(planned: PlannedEqn) -> int:
     return layouts[0].mesh.group_size(tuple(axes)) if axes else 1
 
 
-def _local_bytes(aval: Any, layout: Layout) -> int:
+def local_bytes(aval: Any, layout: Layout) -> int:
+    """The bytes of the largest part that a coordinate holds."""
     return layout.largest_local_size(aval.shape) * int(aval.dtype.itemsize)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import math
 import re
 from dataclasses import dataclass
 from types import EllipsisType, FunctionType
@@ -30,6 +29,7 @@ from spmd.errors import ArgumentError, CommunicationMismatch
 from spmd.lower import local_jaxpr, shape_key, uneven_splits
 from spmd.plan import Plan, item_sizes, times
 from spmd.text import Naming, program_lines
+from spmd.trace import nbytes
 
 BODIES: Final = frozenset({"bodies", "jaxpr", "branches", "cond_jaxpr", "body_jaxpr", "ft_in", "ft_out"})
 """Parameters of equations with planned bodies that are digested by their plans."""
@@ -221,7 +221,7 @@ class Program:
     def memory_analysis(self) -> MemoryAnalysis:
         """What the coordinate `at` holds at once, by liveness over its local jaxpr."""
         jaxpr = self.jaxpr().jaxpr
-        arguments, results = (sum(map(_nbytes, atoms)) for atoms in (jaxpr.invars, jaxpr.outvars))
+        arguments, results = (sum(map(nbytes, atoms)) for atoms in (jaxpr.invars, jaxpr.outvars))
         return MemoryAnalysis(arguments, results, _peak(jaxpr))
 
     @functools.cached_property
@@ -301,21 +301,16 @@ def _peak(jaxpr: Any) -> int:
     """The largest sum of live bytes in a jaxpr; that of a body is on top of what lives around it."""
     last = {id(atom): at for at, eqn in enumerate(jaxpr.eqns) for atom in eqn.invars}
     last.update({id(atom): len(jaxpr.eqns) for atom in (*jaxpr.outvars, *jaxpr.invars)})
-    live = peak = sum(map(_nbytes, jaxpr.invars))
+    live = peak = sum(map(nbytes, jaxpr.invars))
     for at, eqn in enumerate(jaxpr.eqns):
-        inner = max((_peak(body) - sum(map(_nbytes, body.invars)) for body in bodies_of(eqn)), default=0)
-        live += sum(map(_nbytes, eqn.outvars))
+        inner = max((_peak(body) - sum(map(nbytes, body.invars)) for body in bodies_of(eqn)), default=0)
+        live += sum(map(nbytes, eqn.outvars))
         peak = max(peak, live + max(inner, 0))
         ended = {
             id(v): v for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, Literal) and last.get(id(v), at) == at
         }
-        live -= sum(map(_nbytes, ended.values()))
+        live -= sum(map(nbytes, ended.values()))
     return peak
-
-
-def _nbytes(atom: Any) -> int:
-    aval = atom.aval
-    return math.prod(aval.shape) * aval.dtype.itemsize
 
 
 def _stable(value: Any) -> str:

@@ -36,7 +36,7 @@ from spmd.factors import Assignment, Passes, Rule, layouts
 from spmd.messages import merged
 from spmd.plan import Move, Plan, PlannedEqn, item_sizes
 from spmd.rules import rule_of
-from spmd.trace import GlobalJaxpr, constrain_p, place_like_p
+from spmd.trace import GlobalJaxpr, constrain_p, nbytes, place_like_p
 from spmd.wishes import Wishes, wishes_of
 
 CARRIES_ZERO: Final = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "neg", "reshape", "transpose"})
@@ -113,7 +113,7 @@ def cheapest(problem: Problem) -> Plan:
         if new == wishes:
             break
         wishes = new
-    return merged(min(plans, key=lambda found: round(found.communication_us() + found.compute_us(), 6)))
+    return merged(min(plans, key=lambda found: round(found.total_us(), 6)))
 
 
 class Planner:
@@ -323,7 +323,7 @@ class Planner:
             return None
         if not passes.movement and len(passes.operands) == 1:
             (index,) = passes.operands
-            grows = sum(map(_nbytes, eqn.outvars)) > _nbytes(eqn.invars[index])
+            grows = sum(map(nbytes, eqn.outvars)) > nbytes(eqn.invars[index])
             if grows or self.uses[eqn.invars[index]] > 1:
                 return None
         return ops.pop()
@@ -382,10 +382,6 @@ class Planner:
         wish = self.wishes.get(var)
         whole = layout.with_partial(()) if wish is None else wish.restrict(decided)
         return path_us(layout, whole, var.aval.shape, item_sizes(var.aval), self.machine)
-
-
-def _nbytes(atom: Atom) -> int:
-    return math.prod(atom.aval.shape) * int(atom.aval.dtype.itemsize)
 
 
 def _outgrows(results: list[Any], operands: list[Versions]) -> bool:

@@ -277,7 +277,7 @@ def _before_the_loop(flat: _Flattening, body: GlobalJaxpr, constants: list[Atom]
     for eqn in body.eqns:
         operands = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
         unchanged = eqn.primitive.name in UNCHANGED and operands and all(atom in outside for atom in operands)
-        if not unchanged or _nbytes(eqn.outvars[0]) > _nbytes(operands[0]):
+        if not unchanged or nbytes(eqn.outvars[0]) > nbytes(operands[0]):
             kept.append(eqn)
             continue
         result = Var(eqn.outvars[0].aval)
@@ -293,7 +293,8 @@ def _before_the_loop(flat: _Flattening, body: GlobalJaxpr, constants: list[Atom]
     return replaced, [outside[var] for var in own]
 
 
-def _nbytes(atom: Atom) -> int:
+def nbytes(atom: Atom) -> int:
+    """The bytes of a whole value."""
     return math.prod(atom.aval.shape) * int(atom.aval.dtype.itemsize)
 
 
