@@ -18,7 +18,6 @@ count as sharded: a replicated weight that was sliced for one use is not sharded
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -63,6 +62,9 @@ class Versions:
 
 Target = P | Layout | None
 """Where a result goes: placements, of which None leaves an axis as it is; a layout; None for wherever it is made."""
+
+AHEAD: Final = 6
+"""How many equations a value is followed back that is not planned yet."""
 
 ROUNDS: Final = 3
 """Forward passes: the first without wishes, each later one with those that the plan before gives."""
@@ -126,8 +128,12 @@ class Planner:
         self.values: dict[Var, Versions] = {}
         self.moves: list[Move] = []
         self.asking: JaxprEqn | None = None
-        self.uses = Counter(atom for eqn in self.jaxpr.eqns for atom in eqn.invars if not isinstance(atom, Literal))
-        self.uses.update(atom for atom in self.jaxpr.outputs if not isinstance(atom, Literal))
+        self.uses: dict[Var, list[JaxprEqn | None]] = {}
+        for eqn, atoms in (*((each, each.invars) for each in self.jaxpr.eqns), (None, self.jaxpr.outputs)):
+            for atom in atoms:
+                if not isinstance(atom, Literal):
+                    self.uses.setdefault(atom, []).append(eqn)
+        self.makers = {var: eqn for eqn in self.jaxpr.eqns for var in eqn.outvars}
         self.zeros: set[Var] = set()
         self.exact = exact_values(self.jaxpr, {id(var) for var in self.jaxpr.inputs if is_discrete(var)})
 
@@ -147,9 +153,8 @@ class Planner:
             self.define(var, Layout.replicated(self.mesh, np.ndim(value)))
         eqns = tuple(self.plan_eqn(eqn) for eqn in self.jaxpr.eqns)
         self.moves, departures = [], []
-        makers = {var: eqn for eqn in self.jaxpr.eqns for var in eqn.outvars}
         for index, (atom, wanted_as) in enumerate(zip(self.jaxpr.outputs, problem.outputs, strict=True)):
-            self.asking = None if isinstance(atom, Literal) else makers.get(atom)
+            self.asking = None if isinstance(atom, Literal) else self.makers.get(atom)
             target = self.departure(atom, wanted_as)
             stated = "leaves the body" if problem.keeps_parts else "is stated" if wanted_as else "leaves"
             self.require(atom, target, f"result {index} {stated} as {target}")
@@ -314,8 +319,10 @@ class Planner:
         """The op of the parts along `axis` that may pass, or None.
 
         All the operands named are parts that no other use has reduced already, or zero; and it is data movement, a sum of
-        parts alone, or the only use of a value that does not grow by it. Elsewhere parts would multiply: a backward pass
-        is linear in its cotangents, and would end with one reduction for each parameter and use.
+        parts alone, or the only use of a value that shrinks by it, or that then meets other parts in a sum. Elsewhere parts
+        would multiply: a backward pass is linear in its cotangents, and would end with one reduction for each parameter
+        and use. A small value may pass without shrinking: its reduction shares a message with later ones, and a pass over
+        its memory costs less than a message.
         """
         parts = [index for index in passes.operands if not self.is_zero(eqn.invars[index])]
         ops = {layout.op_of(axis) for index in parts for layout in versions[index].made}
@@ -323,10 +330,43 @@ class Planner:
             return None
         if not passes.movement and len(passes.operands) == 1:
             (index,) = passes.operands
-            grows = sum(map(nbytes, eqn.outvars)) > nbytes(eqn.invars[index])
-            if grows or self.uses[eqn.invars[index]] > 1:
+            before, after = nbytes(eqn.invars[index]), sum(map(nbytes, eqn.outvars))
+            if after > before or len(self.uses[eqn.invars[index]]) > 1:
+                return None
+            small = self.machine.memory_us(after) < self.machine.latency_us
+            if after == before and not small and not any(self.meets_parts(var, axis) for var in eqn.outvars):
                 return None
         return ops.pop()
+
+    def meets_parts(self, var: Var, axis: str) -> bool:
+        """Whether a value, if it were in parts, would come to a sum with other parts by its only uses."""
+        while len(uses := self.uses.get(var, [])) == 1:
+            (eqn,) = uses
+            if eqn is None:
+                return self.problem.keeps_parts
+            rule = None if "bodies" in eqn.params or eqn.effects else rule_of(eqn)
+            passes = () if rule is None else rule.passes
+            index = next(at for at, atom in enumerate(eqn.invars) if atom is var)
+            alone = any(each.movement or each.operands == (index,) for each in passes if index in each.operands)
+            if not alone:
+                others = [atom for each in passes if index in each.operands for atom in eqn.invars if atom is not var]
+                return any(self.may_be_parts(atom, axis, AHEAD) for atom in others)
+            var = eqn.outvars[0]
+        return False
+
+    def may_be_parts(self, atom: Atom, axis: str, ahead: int) -> bool:
+        """Whether a value is in parts alone, or zero; or may be, as far as it is not planned yet. A carry of a loop may be."""
+        if isinstance(atom, Literal) or self.is_zero(atom):
+            return self.is_zero(atom)
+        if self.problem.keeps_parts and atom in self.jaxpr.inputs:
+            return True
+        if atom in self.values:
+            return all(layout.op_of(axis) is not None for layout in self.values[atom].made)
+        eqn = self.makers[atom]
+        if not ahead or "bodies" in eqn.params or eqn.effects or (rule := rule_of(eqn)) is None:
+            return False
+        linear = {index for each in rule.passes for index in each.operands}
+        return bool(rule.reductions) or any(self.may_be_parts(eqn.invars[at], axis, ahead - 1) for at in sorted(linear))
 
     def rate(
         self,
