@@ -17,12 +17,9 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
-from collectives.jax_compat import Atom, JaxprEqn, Literal
+from collectives.jax_compat import Atom, JaxprEqn
 from placements import Layout, Step
 from spmd.plan import Move, Plan, PlannedEqn
-from spmd.trace import GlobalJaxpr
 
 if TYPE_CHECKING:
     from spmd.propagate import Planner
@@ -108,28 +105,13 @@ def _led_from(carry: Atom, eqns: Sequence[JaxprEqn]) -> set[int]:
     return led
 
 
-def exact_values(jaxpr: GlobalJaxpr, inputs: set[int]) -> set[int]:
-    """The values, by identity, that follow from integers alone: their bits are the same on every rank."""
-    exact = set(inputs)
-    for eqn in jaxpr.eqns:
-        whole = all(isinstance(atom, Literal) or id(atom) in exact for atom in eqn.invars)
-        if whole and "bodies" not in eqn.params:
-            exact.update(id(var) for var in eqn.outvars if is_discrete(var))
-    return exact
-
-
-def is_discrete(atom: Atom) -> bool:
-    """Whether a value is of bools or integers."""
-    return isinstance(atom.aval.dtype, np.dtype) and atom.aval.dtype.kind in "biu"
-
-
-def _common(planner: Planner, atom: Atom, bodies: Sequence[Plan], is_exact: bool) -> tuple[Move, ...]:
+def _common(planner: Planner, atom: Atom, bodies: Sequence[Plan]) -> tuple[Move, ...]:
     """What makes a predicate the same on all ranks, bit for bit, where it decides on collectives: a broadcast over the axes
     that the bodies communicate over. Nothing where it follows from integers, or where they do not communicate."""
     steps = [step for body in bodies for each in body.moves() for step in each.move.steps if step.communicates]
     used = dict.fromkeys(axis for step in steps for axis in step.axes)
     axes = tuple(axis for axis in planner.axes if axis in used)
-    if not axes or is_exact or isinstance(atom, Literal):
+    if not axes or atom in planner.problem.exact:
         return ()
     layout = Layout.replicated(planner.mesh, 0)
     step = Step("broadcast", axes, layout, layout, 1)
@@ -217,31 +199,9 @@ def _plan_while(planner: Planner, eqn: JaxprEqn) -> PlannedEqn:
     predicate = planner.body(condition, [*constants[:n_condition], *carry], [Layout.replicated(planner.mesh, 0)])
     chosen = plan(constants, carry, carry)
     (decides,) = condition.outputs
-    counts = n_condition, n_body
-    common = _common(planner, decides, [predicate, chosen], id(decides) in _exact_in_condition(planner, eqn, counts))
+    common = _common(planner, decides, [predicate, chosen])
     predicate = dataclasses.replace(predicate, exits=(*predicate.exits, *common))
     return _finish(planner, eqn, (*constants, *carry), carry, [predicate, chosen], None)
-
-
-def _exact_in_condition(planner: Planner, eqn: JaxprEqn, counts: tuple[int, int]) -> set[int]:
-    """The exact values in a loop's condition: a carry is exact if it begins so, and each iteration keeps it so."""
-    condition, body = eqn.params["bodies"]
-    n_condition, n_body = counts
-    exact = [planner.is_exact(atom) for atom in eqn.invars]
-    carry = exact[n_condition + n_body :]
-    while True:
-        given = [*exact[n_condition : n_condition + n_body], *carry]
-        found = exact_values(body, {id(var) for var, is_exact in zip(body.inputs, given, strict=True) if is_exact})
-        kept = [
-            was and (isinstance(atom, Literal) or id(atom) in found)
-            for was, atom in zip(carry, body.outputs, strict=True)
-        ]
-        if kept == carry:
-            given = [*exact[:n_condition], *carry]
-            return exact_values(
-                condition, {id(var) for var, is_exact in zip(condition.inputs, given, strict=True) if is_exact}
-            )
-        carry = kept
 
 
 def _reads_parts(condition: Any, first: int, carry: Layouts) -> bool:
@@ -263,7 +223,7 @@ def _plan_cond(planner: Planner, eqn: JaxprEqn) -> PlannedEqn:
     results = min(options, key=lambda option: round(sum(each.total_us() for each in plan(option)), 6))
     index = Layout.replicated(planner.mesh, 0)
     planned = _finish(planner, eqn, (index, *operands), results, plan(results), 1)
-    common = _common(planner, eqn.invars[0], planned.bodies, planner.is_exact(eqn.invars[0]))
+    common = _common(planner, eqn.invars[0], planned.bodies)
     return dataclasses.replace(planned, moves=(*planned.moves, *common))
 
 

@@ -29,8 +29,9 @@ from placements import Layout, Machine, Mesh, P, plan_steps
 from placements.cost import DEFAULT
 from placements.layout import merge
 from placements.redistribute import is_free, path_us
-from spmd.control import CONTROL, exact_values, is_discrete
+from spmd.control import CONTROL
 from spmd.errors import FallbackError
+from spmd.exact import Exactness
 from spmd.factors import Assignment, Passes, Rule, layouts
 from spmd.messages import merged
 from spmd.plan import Move, Plan, PlannedEqn, item_sizes
@@ -84,7 +85,10 @@ def plan(
     `names` are those of the inputs, for reasons. Raises `FallbackError` for an effect, `PlacementError` where an output's
     placement does not fit.
     """
-    return cheapest(Problem(jaxpr, mesh, machine, tuple(arrivals), tuple(stated), tuple(outputs), tuple(names)))
+    problem = Problem(
+        jaxpr, mesh, machine, Exactness(jaxpr), tuple(arrivals), tuple(stated), tuple(outputs), tuple(names)
+    )
+    return cheapest(problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,7 @@ class Problem:
     jaxpr: GlobalJaxpr
     mesh: Mesh
     machine: Machine
+    exact: Exactness
     arrivals: tuple[Layout, ...]
     stated: tuple[Layout | None, ...]
     outputs: tuple[Target, ...]
@@ -135,7 +140,6 @@ class Planner:
                     self.uses.setdefault(atom, []).append(eqn)
         self.makers = {var: eqn for eqn in self.jaxpr.eqns for var in eqn.outvars}
         self.zeros: set[Var] = set()
-        self.exact = exact_values(self.jaxpr, {id(var) for var in self.jaxpr.inputs if is_discrete(var)})
 
     def run(self) -> Plan:
         """Plan every equation, once, in order."""
@@ -178,10 +182,6 @@ class Planner:
             value = np.asarray(atom.val)
             return value.dtype != np.bool_ and not value.any()
         return atom in self.zeros
-
-    def is_exact(self, atom: Atom) -> bool:
-        """Whether a value follows from integers alone, so that its bits are the same on every rank."""
-        return isinstance(atom, Literal) or id(atom) in self.exact
 
     def require(self, atom: Atom, target: Layout, reason: str) -> None:
         """Make a value available in a layout, by the cheapest move from any version.
@@ -237,7 +237,17 @@ class Planner:
         if key not in bodies:
             stated = (None,) * len(arrivals)
             bodies[key] = cheapest(
-                Problem(jaxpr, self.mesh, self.machine, key[1], stated, key[2], keeps_parts=True, bodies=bodies)
+                Problem(
+                    jaxpr,
+                    self.mesh,
+                    self.machine,
+                    self.problem.exact,
+                    key[1],
+                    stated,
+                    key[2],
+                    keeps_parts=True,
+                    bodies=bodies,
+                )
             )
         return bodies[key]
 

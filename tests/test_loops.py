@@ -277,6 +277,20 @@ def test_predicates_that_decide_on_collectives_are_common() -> None:
     lower(chosen, (ROWS, WHOLE), struct(8, 3), struct()).check(all_reduce=1, broadcast=1)
     lower(chosen, (COLUMNS, WHOLE), struct(8, 4), struct()).check()
     agree(chosen, [signed(5, 3), np.float32(2)], [ROWS, WHOLE], FEW)
+
+    def nested(x: Any, y: Any) -> Any:
+        steps = jnp.floor(y).astype(int)  # an integer, and made from a float: inside the loop too
+
+        def body(carry: Any, i: Any) -> Any:
+            x, n = carry
+            return (lax.cond(n > i, lambda x: x - x.sum(0), lambda x: x, x), n), None
+
+        return lax.scan(body, (x, steps), jnp.arange(3))[0][0]
+
+    lower(nested, (ROWS, WHOLE), struct(8, 3), struct()).check(all_reduce=1, broadcast=1)
+    integers = lower(nested, (ROWS, WHOLE), struct(8, 3), jax.ShapeDtypeStruct((), np.int32))
+    integers.check(all_reduce=1)
+    agree(nested, [signed(5, 3), np.float32(2.5)], [ROWS, WHOLE], FEW)
     agree(counted, [signed(5, 3), np.int32(3)], [ROWS, WHOLE], FEW, gradient=False)
 
 
