@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from collectives.jax_compat import Atom, JaxprEqn
 from placements import Layout, Step
 from spmd.plan import Move, Plan, PlannedEqn
+from spmd.trace import nbytes
 
 if TYPE_CHECKING:
     from spmd.propagate import Planner
@@ -152,11 +153,9 @@ def _plan_scan(planner: Planner, eqn: JaxprEqn) -> PlannedEqn:
         rows = [Layout(planner.mesh, layout.dims[1:]) for layout in xs]
         made = [*(targets or (None,) * n_carry), *(None for _ in wishes)]
         found = planner.body(body, [*constants, *carry, *rows], made)
-        scattered = [
-            Layout(planner.mesh, wish.dims[1:]) if layout.partial and wish is not None and any(wish.dims[1:]) else None
-            for layout, wish in zip(found.departures[n_carry:], wishes, strict=True)
-        ]
-        if any(scattered):  # the stacked parts of all iterations would be whole on every rank
+        departures = zip(found.departures[n_carry:], body.outputs[n_carry:], wishes, strict=True)
+        scattered = [_scattered(planner, layout, atom, wish) for layout, atom, wish in departures]
+        if any(scattered):
             found = planner.body(body, [*constants, *carry, *rows], [*made[:n_carry], *scattered])
         return found
 
@@ -174,6 +173,15 @@ def _plan_scan(planner: Planner, eqn: JaxprEqn) -> PlannedEqn:
         Layout(planner.mesh, ((), *layout.dims)).with_partial(layout.partial) for layout in chosen.departures[n_carry:]
     )
     return _finish(planner, eqn, (*constants, *carry, *xs), (*carry, *stacked), [chosen], length)
+
+
+def _scattered(planner: Planner, layout: Layout, atom: Atom, wish: Layout | None) -> Layout | None:
+    """Where every iteration is to reduce a result to, if its stack is wished for in shards: the stacked parts of all would be
+    whole on every rank. None where writing them costs less than a message in every iteration: then one follows the loop."""
+    if wish is None or not layout.partial or not any(wish.dims[1:]):
+        return None
+    large = planner.machine.memory_us(nbytes(atom)) > planner.machine.latency_us
+    return Layout(planner.mesh, wish.dims[1:]) if large else None
 
 
 def _unscanned(layout: Layout) -> Layout:

@@ -45,16 +45,27 @@ CARRIES_ZERO: Final = frozenset({"broadcast_in_dim", "convert_element_type", "co
 
 @dataclass(slots=True)
 class Versions:
-    """The layouts in which a value is available: that of its producer first, then those that moves yielded."""
+    """The layouts in which a value is available: that of its producer first, then those that moves yielded.
+
+    `resplit` is what a value that had to be gathered counts as sharded by, though it is yet to be sliced.
+    """
 
     aval: Any
     made: list[Layout]
     free: list[Layout] = field(default_factory=list)
+    resplit: Layout | None = None
 
     @property
     def primary(self) -> Layout:
         """The layout of the producer."""
         return self.made[0]
+
+    @property
+    def sharding(self) -> Iterator[Layout]:
+        """The layouts that an equation may take its sharding from: not the free ones."""
+        if self.resplit is not None:
+            yield self.resplit
+        yield from self.made
 
     def __iter__(self) -> Iterator[Layout]:
         yield from self.made
@@ -111,23 +122,28 @@ class Problem:
 
 
 def cheapest(problem: Problem) -> Plan:
-    """The cheapest of the plans of some rounds; of equals the first."""
-    wishes: Wishes = {}
+    """The cheapest plan of some rounds, with and without splitting again what had to be gathered; of equals the first."""
     plans: list[Plan] = []
-    for _ in range(ROUNDS):
-        plans.append(Planner(problem, wishes).run())
-        new = wishes_of(plans[-1], problem)
-        if new == wishes:
+    for resplits in (False, True):
+        wishes: Wishes = {}
+        for _ in range(ROUNDS):
+            planner = Planner(problem, wishes, resplits)
+            plans.append(planner.run())
+            new = wishes_of(plans[-1], problem)
+            if new == wishes:
+                break
+            wishes = new
+        if not planner.gathers:
             break
-        wishes = new
     return merged(min(plans, key=lambda found: round(found.total_us(), 6)))
 
 
 class Planner:
     """The state of one forward pass: the versions of every value."""
 
-    def __init__(self, problem: Problem, wishes: Wishes) -> None:
-        self.problem, self.wishes = problem, wishes
+    def __init__(self, problem: Problem, wishes: Wishes, resplits: bool) -> None:
+        self.problem, self.wishes, self.resplits = problem, wishes, resplits
+        self.gathers = False
         self.jaxpr, self.mesh, self.machine = problem.jaxpr, problem.mesh, problem.machine
         self.axes = tuple(axis for axis, size in self.mesh.axes if size > 1)
         self.values: dict[Var, Versions] = {}
@@ -215,7 +231,7 @@ class Planner:
     def settled(self, atom: Atom) -> Layout:
         """A layout without parts in which a value is available, or the one it is to be reduced to."""
         versions = self.versions(atom)
-        whole = next((layout for layout in versions.made if not layout.partial), None)
+        whole = next((layout for layout in versions.sharding if not layout.partial), None)
         return whole or self.unsettled_wish(atom) or versions.primary.with_partial(())
 
     def departure(self, atom: Atom, target: Target) -> Layout:
@@ -275,7 +291,28 @@ class Planner:
             self.require(atom, layout, f"operand {index} of {eqn.primitive} as {layout}")
         for var, layout in zip(eqn.outvars, results, strict=True):
             self.define(var, layout)
+            self.split_again(var, layout, eqn)
         return PlannedEqn(eqn, rule, operands, results, tuple(self.moves), rule is None)
+
+    def split_again(self, var: Var, layout: Layout, eqn: JaxprEqn) -> None:
+        """Let a result count as sharded over the axes along which its operands had to be gathered, if that is tried.
+
+        Otherwise all that follows a reshape whose boundaries do not line up would be computed on every rank.
+        """
+        shape, split = var.aval.shape, layout
+        for axis in self.axes:
+            if axis in layout.axes:
+                continue
+            for atom in eqn.invars:
+                own = next(self.versions(atom).sharding).dim_of(axis)
+                dim = own if own is None or atom.aval.shape == shape else _evenest(split, shape, axis)
+                if dim is not None:
+                    split = split.with_dim(dim, (*split.dims[dim], axis))
+                    break
+        if split != layout:
+            self.gathers = True
+            if self.resplits:
+                self.values[var].resplit = split
 
     def fallback(self, eqn: JaxprEqn) -> PlannedEqn:
         """Replicate the operands: right for every primitive without an effect."""
@@ -295,7 +332,7 @@ class Planner:
         wishes = [self.wishes.get(var) for var in eqn.outvars]
         for axis in self.axes:
             decided.append(axis)
-            touched = any(axis in layout.axes for value in versions for layout in value)
+            touched = any(axis in layout.axes for value in versions for layout in (*value, *value.sharding))
             if touched or any(wish is not None and axis in wish.axes for wish in wishes):
                 candidates = list(self.candidates(rule, versions, axis, assignment, eqn))
                 keys = [self.rate(rule, candidate, versions, axis, tuple(decided), eqn) for candidate in candidates]
@@ -307,7 +344,9 @@ class Planner:
     ) -> Iterator[Assignment]:
         """What `axis` may do: nothing, shard a factor that an operand is sharded on or that is wished for, let parts pass."""
         yield assignment
-        sharded = [(dims, layout) for dims, value in zip(rule.operands, versions, strict=True) for layout in value.made]
+        sharded = [
+            (dims, layout) for dims, value in zip(rule.operands, versions, strict=True) for layout in value.sharding
+        ]
         wished = zip((*rule.operands, *rule.results), (*eqn.invars, *eqn.outvars), strict=True)
         sharded += [
             (dims, wish)
@@ -395,7 +434,7 @@ class Planner:
         communication, settled = 0.0, False
         for atom, value, required in zip(eqn.invars, versions, operands, strict=True):
             communication += self.bring_us(atom, value, required, decided)
-            settled |= axis in required.axes and any(layout.restrict(decided) == required for layout in value.made)
+            settled |= axis in required.axes and any(layout.restrict(decided) == required for layout in value.sharding)
         avals = [var.aval for var in eqn.outvars]
         passes = any(parts[0] == axis for parts in candidate.parts)
         reduction = 0.0 if passes else sum(map(self.reduction_us, eqn.outvars, results, [decided] * len(results)))
@@ -438,6 +477,14 @@ def _outgrows(results: list[Any], operands: list[Versions]) -> bool:
     """Whether the results are larger than all operands together, in bytes of the whole arrays."""
     produced = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in results)
     return produced > sum(math.prod(value.aval.shape) * value.aval.dtype.itemsize for value in operands)
+
+
+def _evenest(layout: Layout, shape: Sequence[int], axis: str) -> int | None:
+    """The dim that an axis splits best: the first that it divides, else the largest. None if there is none to split."""
+    parts = [layout.mesh.group_size((*axes, axis)) for axes in layout.dims]
+    even = (dim for dim, size in enumerate(shape) if size and size % parts[dim] == 0)
+    largest = max(range(len(shape)), key=lambda dim: (shape[dim] / parts[dim], -dim), default=None)
+    return next(even, largest if largest is not None and shape[largest] > 1 else None)
 
 
 def _plan_constrain(planner: Planner, eqn: JaxprEqn) -> PlannedEqn:

@@ -269,6 +269,52 @@ def test_gradients_are_accumulated_and_reduced_once(sharded: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("ranks", [3, 8])
+def test_a_batch_split_in_the_step_stays_sharded(ranks: int) -> None:
+    """Microbatches by a reshape whose boundaries do not line up: the rows are gathered once, for the reshape, and each rank
+    computes on rows of its own again; the accumulated gradient is reduced once."""
+
+    def step(w: Any, rows: Any) -> Any:
+        def microbatch(total: Any, x: Any) -> Any:
+            loss, gradient = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+            return total + gradient, loss
+
+        total, losses = lax.scan(microbatch, jnp.zeros_like(w), rows.reshape(4, -1, rows.shape[-1]))
+        return w - 0.1 * total / 4, losses.mean()
+
+    decorated = spmd.jit(step, mesh=Mesh(dp=ranks), in_placements=(P(), P(dp=S(0))), out_placements=P())
+    program = decorated.lower(struct(WIDTH, HIDDEN), struct(2048, WIDTH))
+    program.check(all_gather=1, all_reduce=2)
+    whole = spmd.jit(step, mesh=Mesh(dp=1)).lower(struct(WIDTH, HIDDEN), struct(2048, WIDTH))
+    assert program.cost.compute_us < 1.2 * whole.cost.compute_us / ranks
+    agree(step, [numbers(6, 5), numbers(28, 6)], (P(), P(dp=S(0))), [Mesh(dp=ranks)], out=P(), gradient=False)
+
+
+@pytest.mark.parametrize(("width", "after"), [(64, True), (512, False)])
+def test_adam_over_scanned_layers_scatters_gradients(width: int, after: bool) -> None:
+    """FSDP of scanned layers: the gradient is scattered, never whole on a rank: layer by layer, or once after the loop where a
+    message costs more than writing the stack."""
+    optimizer = optax.adam(1e-2, eps=0.1)
+
+    def step(ws: Any, state: Any, x: Any) -> Any:
+        def loss(ws: Any) -> Any:
+            return jnp.mean(lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x, ws)[0] ** 2)
+
+        updates, state = optimizer.update(jax.grad(loss)(ws), state, ws)
+        return optax.apply_updates(ws, updates), state
+
+    ws, sharded = struct(4, width, width), P(dp=S(1))
+    state = jax.eval_shape(optimizer.init, ws)
+    states = spmd.placements_like(state, ws, sharded)
+    places = {"in_placements": (sharded, states, P(dp=S(0))), "out_placements": (sharded, states)}
+    program = spmd.jit(step, mesh=ONE, **places).lower(ws, state, struct(16 * width, width))
+    program.check(all_gather=2, reduce_scatter=1)
+    assert [c.count for c in program.collectives if c.name == "reduce_scatter"] == [1 if after else 4]
+    small = numbers(2, 6, 6)
+    arguments = [small, jax.tree.map(np.asarray, optimizer.init(small)), numbers(7, 6)]
+    agree(step, arguments, places["in_placements"], [Mesh(dp=3)], out=places["out_placements"], gradient=False)
+
+
 def test_a_shared_weight_is_reduced_once() -> None:
     """A weight used twice, attention-like: its gradient is a sum of parts, and one reduction."""
 
