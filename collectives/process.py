@@ -191,36 +191,39 @@ class MeshProcess:
             self.agreement.compare(
                 self._words,
                 self._largest,
-                lambda: f"launch {self.calls} on {self.mesh!r}, of {text().splitlines()[0].partition(' on ')[0]}",
+                lambda: f"launch {self.calls} on {self.mesh!r}, of {text().partition(' on ')[0]}",
             )
         except BaseException as error:
             self.poison = error
             raise
         if self._words[:4].tobytes() != self._largest[:4].tobytes():
-            self._explain(text())
+            self.explain(f"{text()}\ncall {self.calls} on this mesh", "make different calls")
         return bool(self._largest[4])
 
-    def _explain(self, text: str) -> None:
-        """Exchange the texts and raise, on every rank alike."""
-        lines = [f"call {self.calls}", *text.splitlines()]
-        data = np.frombuffer("\n".join(lines).encode(), np.uint8)
+    def explain(self, text: str, what: str) -> None:
+        """Compare a text on all ranks, and raise `DivergenceError` on every one, with the first line that differs.
+
+        `text` begins with the name of what is called; its lines that begin with `note: ` end the message. Collective.
+        """
+        data = np.frombuffer(text.encode(), np.uint8)
         size = self.agreement.size
         lengths = self.agreement.all_gather(np.array([len(data)]), dim=0, sizes=(1,) * size).tolist()
         joined = self.agreement.all_gather(data, dim=0, sizes=lengths).tobytes()
         ends = np.cumsum(lengths).tolist()
         texts = [joined[end - n : end].decode().splitlines() for end, n in zip(ends, lengths, strict=True)]
-        other = (
-            next(rank for rank in range(1, size) if texts[rank] != texts[0]) if len(set(map(tuple, texts))) > 1 else 0
-        )
+        other = next((rank for rank in range(1, size) if texts[rank] != texts[0]), 0)
         pairs = [
             pair for pair in itertools.zip_longest(texts[0], texts[other], fillvalue="(nothing)") if pair[0] != pair[1]
         ]
         named = [pair for pair in pairs if any(line.startswith("  argument") for line in pair)]
-        first = [*named, *pairs, ("(the same text)", "(other constants or parameters)")][0]
+        first = [*named, *pairs, ("(no difference that shows)",) * 2][0]
+        heads = [texts[rank][0].partition(" on ")[0] for rank in (0, other)]
+        notes = [line.removeprefix("note: ") for line in texts[0] if line.startswith("note: ")]
         raise DivergenceError(
-            f"the ranks of {self.mesh!r} launch different programs; nothing was sent. The first line that differs:\n"
+            f"{' and '.join(dict.fromkeys(heads))}: the ranks of {self.mesh!r} {what}; nothing was sent. "
+            "The first line that differs:\n"
             f"  rank {self.agreement.world_ranks[0]}: {first[0].strip()}\n"
-            f"  rank {self.agreement.world_ranks[other]}: {first[1].strip()}"
+            f"  rank {self.agreement.world_ranks[other]}: {first[1].strip()}" + "".join(f"\n{note}" for note in notes)
         )
 
 

@@ -307,12 +307,12 @@ class SpmdFunction:
     def _run(self, entry: Entry, values: list[Any]) -> Any:
         """Cut, run, and wrap the results. Donated DArrays are retired once the program has run."""
         plan = entry.program.plan
-        everything = zip((*values, *plan.jaxpr.hidden), plan.arrivals, plan.jaxpr.inputs, strict=True)
+        everything = (*values, *plan.jaxpr.hidden)
         inputs = [
             value._ranks() if type(value) is DArray else _input(value, layout, var.aval)
-            for value, layout, var in everything
+            for value, layout, var in zip(everything, plan.arrivals, plan.jaxpr.inputs, strict=True)
         ]
-        results = entry.executable(inputs, [value for value in values if type(value) is not DArray])
+        results = entry.executable(inputs, [pair for pair in enumerate(everything) if type(pair[1]) is not DArray])
         for at in entry.donated:
             if isinstance(values[at], DArray):
                 values[at].retire(f"donated to {self.signature.name}")

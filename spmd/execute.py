@@ -27,7 +27,6 @@ import numpy as np
 from jax import lax
 
 from collectives import ffi, jax_compat, primitives, process
-from collectives.errors import DivergenceError
 from collectives.jax_compat import Literal
 from placements import Mesh
 from spmd.lower import literal_value
@@ -213,10 +212,11 @@ class Executable:
         self.simulated = jax.jit(lambda inputs: simulate(program, inputs))
         self.local: LocalExecutable | None = None
 
-    def __call__(self, inputs: Sequence[Ranks], hosts: Sequence[Any] = ()) -> list[Ranks]:
+    def __call__(self, inputs: Sequence[Ranks], hosts: Sequence[tuple[int, Any]] = ()) -> list[Ranks]:
         """The outputs. The simulator's first run is op by op, later ones are compiled (`compiled=True`: all of them).
 
-        `hosts` are the arguments that are the same on every rank by promise: on real ranks the first run compares them.
+        `hosts` are the inputs, by number, that are the same on every rank by promise: real ranks compare them at the first,
+        second, fourth, eighth ... run.
         """
         if not process.is_simulated(self.program.mesh):
             if self.local is None:
@@ -229,7 +229,11 @@ class Executable:
 
 
 COMPARED_BYTES: Final = 16_000_000
-"""Of the arguments that should be the same on every rank, so many bytes are compared at a program's first run."""
+"""Of the arguments that should be the same on every rank, so many bytes are compared."""
+VALUES_NOTE: Final = (
+    "note: Read the data on every rank, or use spmd.distribute(x, P(...), mesh, source=0); a rank's own piece goes to "
+    "spmd.from_local."
+)
 
 
 class LocalExecutable:
@@ -241,12 +245,14 @@ class LocalExecutable:
         self.index = tuple(np.int32(i) for i in self.here.coordinate)
         self.digest = int(program.digest[:16], 16)
         self.compiled: Any = None
+        self.runs = 0
 
-    def __call__(self, inputs: Sequence[Ranks], hosts: Sequence[Any]) -> list[Ranks]:
+    def __call__(self, inputs: Sequence[Ranks], hosts: Sequence[tuple[int, Any]]) -> list[Ranks]:
         """Agree, run, and hand on the token. Raises what a handler raised; any exception underway poisons the mesh."""
         here = self.here
-        asks = self.compiled is None or os.environ.get("SPMD_CHECK") == "values"
-        if here.agree(self.digest, lambda: str(self.program), asks):
+        self.runs += 1
+        asks = self.compiled is None or self.runs.bit_count() == 1 or os.environ.get("SPMD_CHECK") == "values"
+        if here.agree(self.digest, self.program.comparable, asks):
             self.compare(hosts)
         try:
             if self.compiled is None:
@@ -265,20 +271,20 @@ class LocalExecutable:
             raise cause from None
         return [(result,) for result in results]
 
-    def compare(self, hosts: Sequence[Any]) -> None:
+    def compare(self, hosts: Sequence[tuple[int, Any]]) -> None:
         """Compare checksums of the arguments that every rank should give alike. One all_reduce."""
-        checksum, size = 0, 0
-        for value in (*hosts, *(constant for _, constant in self.program.plan.jaxpr.constants)):
-            data = jax_compat.raw_bytes(value)
-            size += len(data)
-            if size <= COMPARED_BYTES:
-                checksum = zlib.crc32(data, checksum)
-        pair = np.array([checksum, -checksum], np.int64)
+        checksums, left = {}, COMPARED_BYTES
+        for at, value in hosts:
+            data = jax_compat.raw_bytes(value)[:left]
+            left -= len(data)
+            checksums[self.program.names[at]] = zlib.crc32(data)
+        total = zlib.crc32(repr(sorted(checksums.items())).encode())
+        pair = np.array([total, -total], np.int64)
         if run_alone(self.here, "all_reduce", pair, op="max").tolist() != pair.tolist():
-            raise DivergenceError(
-                f"{self.program.name}: the ranks of {self.program.mesh!r} passed different values where every rank passes "
-                "the whole array. Read the data on every rank, or use spmd.distribute(x, P(...), mesh, source=0), "
-                "spmd.from_callback or spmd.from_local."
+            lines = [f"  argument {name}: values of checksum {crc:08x}" for name, crc in checksums.items()]
+            self.here.explain(
+                "\n".join([self.program.name, *lines, VALUES_NOTE]),
+                "pass different values where every rank passes the whole array",
             )
 
     def threaded(self) -> Callable[..., list[Any]]:

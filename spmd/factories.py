@@ -26,7 +26,7 @@ from placements.mesh import group_positions
 from spmd.array import DArray, build_shards, refuse_in_trace, shards_of
 from spmd.current import mesh_or_current
 from spmd.errors import ArgumentError
-from spmd.execute import COMPARED_BYTES, agree_on, run_alone, run_collective
+from spmd.execute import COMPARED_BYTES, VALUES_NOTE, agree_on, run_alone, run_collective
 from spmd.prefix import PlacedLeaf, place_leaves
 from spmd.validate import valid_layout
 
@@ -72,11 +72,8 @@ def _lines(placed: list[PlacedLeaf], source: int | None) -> list[str]:
         if source is None and left > 0:
             data = raw_bytes(leaf.value)[:left]
             left -= len(data)
-            lines.append(
-                f"  {leaf.path}: values of checksum {zlib.crc32(data):08x}. Every rank passes the same whole array; "
-                "a rank's own piece goes to spmd.from_local, and source=... takes one rank's array"
-            )
-    return lines
+            lines.append(f"  {leaf.path}: values of checksum {zlib.crc32(data):08x}")
+    return [*lines, VALUES_NOTE]
 
 
 def _from_rank(value: Any, source: int, mesh: Mesh) -> Any:

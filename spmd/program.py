@@ -227,15 +227,28 @@ class Program:
     @functools.cached_property
     def digest(self) -> str:
         """A SHA-256 of all that decides what is computed and communicated: equal on ranks that may run it together."""
-        plan = self.plan
-        words = [self.name, repr(plan.mesh), repr(plan.machine), jax.__version__]
-        words += [f"{var.aval} {layout}" for var, layout in zip(plan.jaxpr.inputs, plan.arrivals, strict=True)]
-        words += _words(plan, Naming(self))
-        sha = hashlib.sha256("\n".join(words).encode())
-        for var, value in plan.jaxpr.constants:
+        sha = hashlib.sha256("\n".join(self._digested()).encode())
+        for var, value in self.plan.jaxpr.constants:
             sha.update(f"{var.aval}".encode())
             sha.update(raw_bytes(value))
         return sha.hexdigest()
+
+    def _digested(self) -> list[str]:
+        """All that is digested but for the values of constants."""
+        plan = self.plan
+        words = [self.name, repr(plan.mesh), repr(plan.machine), f"JAX {jax.__version__}"]
+        words += [f"{var.aval} {layout}" for var, layout in zip(plan.jaxpr.inputs, plan.arrivals, strict=True)]
+        return words + _words(plan, Naming(self))
+
+    def comparable(self) -> str:
+        """The text, and all else that the digest is made of: what ranks compare when their digests differ."""
+        lines = [*program_lines(self), *self._digested()]
+        for var, value in self.plan.jaxpr.constants:
+            uses = [eqn for eqn in self.plan.jaxpr.eqns if var in eqn.invars]
+            where = f", used at {self.plan.jaxpr.source(uses[0])}" if uses else ""
+            checksum = hashlib.sha256(raw_bytes(value)).hexdigest()[:8]
+            lines.append(f"closed-over array {var.aval.str_short()}{where}: values of checksum {checksum}")
+        return "\n".join(lines)
 
     def check(
         self,

@@ -128,11 +128,15 @@ FAULTS: dict[str, tuple[int, str, str, bool]] = {
         2, "g = spmd.jit(lambda x: x + (1 / 0 if rank else 1), mesh=mesh)\ng(x)", "ZeroDivisionError", False,
     ),
     "leaving early": (2, "if rank == 0: sys.exit(0)\nf(x)", "rank 0 has left", False),
+    "one rank makes the first call on a mesh": (
+        2, "if rank == 1: spmd.jit(lambda x: x.sum(), mesh=Mesh(b=size), in_placements=P(b=Shard(0)))(x)",
+        "making the communicator of world ranks [0, 1], which each of them has to call for: rank 0 has", False,
+    ),
     "a rank that never comes": (2, SHORT + "if rank == 1: time.sleep(30)\nf(x)", "not done after 4 s", False),
     "only one rank gathers": (
         2,
         "y = spmd.distribute(x, P(a=Shard(0)), mesh)\nprint(y)\nif rank == 0: y.full()\nelse: f(x)",
-        "launch different programs", False,
+        "make different calls", False,
     ),
     "an error caught and the work continued": (
         2,
@@ -184,7 +188,7 @@ FAULTS: dict[str, tuple[int, str, str, bool]] = {
         2, "spmd.distribute(x + rank, P(a=Shard(0)), mesh)", "goes to spmd.from_local", False,
     ),
     "other kinds from one source": (
-        2, "spmd.distribute(x if rank else x.astype(np.int32), P(), mesh, source=0)", "launch different programs", False,
+        2, "spmd.distribute(x if rank else x.astype(np.int32), P(), mesh, source=0)", "make different calls", False,
     ),
     "a signal that the user handled": (
         2,

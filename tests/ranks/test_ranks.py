@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from typing import Any
 
 import jax
@@ -178,13 +179,31 @@ def test_divergence_is_an_error_on_every_rank_and_the_job_goes_on() -> None:
 
 
 def test_values_that_should_be_equal_are_compared() -> None:
-    """Another whole array on one rank is an error on all, at a program's first run."""
+    """Another whole array on one rank is an error on all, at a program's first run and at some later ones: it names the
+    function and the argument; so does one that is closed over, small or large."""
     if SIZE == 1:
         pytest.skip("one rank cannot differ")
-    f = spmd.jit(lambda x: x * 2, mesh=MESH, in_placements=ROWS)
-    with pytest.raises(collectives.DivergenceError, match="different values"):
-        f(X + (RANK == SIZE - 1))
-    same(f(X), 2 * X, MESH)
+    last = RANK == SIZE - 1
+    f = spmd.jit(lambda x, y: x * 2 + y["b"], mesh=MESH, in_placements=(ROWS, P()))
+    for other in (last, 0, 0, last):
+        if other is last:
+            with pytest.raises(
+                collectives.DivergenceError, match=r"<lambda>: .*different values(.|\n)*argument y\['b'\]"
+            ):
+                f(X, {"a": X, "b": X + last})
+        else:
+            same(f(X, {"a": X, "b": X}), 3 * X, MESH)
+
+    def closing_over(constant: Any) -> Any:
+        return spmd.jit(lambda x: x.sum() + jnp.asarray(constant).sum(), mesh=MESH)
+
+    small, large = np.arange(4) + last, np.arange(300_000.0) + last
+    for constant, what in ((small, r"closed-over array int\d\d\[4\]"), (large, "argument closure0")):
+        with (
+            pytest.raises(collectives.DivergenceError, match=f"<lambda>: (.|\n)*{what}"),
+            warnings.catch_warnings(action="ignore"),
+        ):
+            closing_over(constant)(X)
 
 
 def test_meshes_that_do_not_fit() -> None:
@@ -389,9 +408,9 @@ def test_merged_messages() -> None:
 
 def test_large_messages_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """The paths for counts beyond the limit of one MPI call, with the limit lowered."""
-    from collectives import mpi
+    from collectives import mpi_transfers
 
-    monkeypatch.setattr(mpi, "LIMIT", 4)
+    monkeypatch.setattr(mpi_transfers, "LIMIT", 4)
     assert testing.check_communicator(WORLD) > 400
 
 
