@@ -205,8 +205,8 @@ class Source:
     first_line: int
 
     def __str__(self) -> str:
-        """Function and line."""
-        return f"{self.function}:{self.line}" if self.function else "unknown"
+        """Function, file and line."""
+        return f"{self.function} ({Path(self.file).name}:{self.line})" if self.function else "unknown"
 
     @property
     def offset(self) -> str:

@@ -204,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     """Parse the command line, train, report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parallel", choices=KINDS, default="dp", help="what is sharded (default: the batch alone)")
-    parser.add_argument("--ranks", type=int, default=4, help="ranks to simulate in a lone process (default: 4)")
+    parser.add_argument("--ranks", type=int, help="ranks to simulate in a lone process (default: 4)")
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--batch", type=int, default=256, help="rows of the global batch (default: 256)")
     parser.add_argument("--steps", type=int, help="stop after so many steps")
@@ -214,12 +214,17 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     if options.float64:
         jax.config.update("jax_enable_x64", True)
     world = collectives.world()
-    places = parallel(options.parallel, world.size if world.size > 1 else options.ranks)
+    ranks = world.size if world.size > 1 else options.ranks or 4
+    if options.ranks not in (None, ranks):
+        parser.error(f"--ranks {options.ranks}: the launcher started {world.size} processes")
+    places = parallel(options.parallel, ranks)
     data = load("float64" if options.float64 else "float32")
     if options.program:
         params = initial_params(str(data.train_images.dtype))
         images, digits = next(batches(data, options.batch, 1))
-        print(parallelize(places).step.lower(params, OPTIMIZER.init(params), images, digits))
+        program = parallelize(places).step.lower(params, OPTIMIZER.init(params), images, digits)
+        if world.rank == 0:
+            print(program)
         return Result([], 0.0, 0)
     result = train(places, data, options.epochs, options.batch, options.steps, quiet=world.rank > 0)
     if world.rank == 0:

@@ -224,7 +224,9 @@ class SpmdFunction:
             return make(placements, *rest)
         except PlacementError as error:
             where = f"{leaf.path} of shape {tuple(leaf.aval.shape)}"
-            raise type(error)(f"{self.signature.name}: {where}, stated as {placements!r}: {error}") from error
+            is_number = isinstance(leaf.value, (bool, int, float, complex))
+            hint = " A list is a pytree of numbers; for an array pass np.asarray of it." if is_number else ""
+            raise type(error)(f"{self.signature.name}: {where}, stated as {placements!r}: {error}{hint}") from error
 
     def _make(
         self, bound: inspect.BoundArguments, leaves: list[PlacedLeaf], mesh: Mesh, at: Coordinate | None
@@ -247,7 +249,8 @@ class SpmdFunction:
 
         jaxpr = trace(flat, [as_struct(leaf.aval) for leaf in leaves], mesh, is_hidden)
         treedef = trees[-1]
-        stated = self._result_placements(treedef, [atom.aval for atom in jaxpr.outputs], mesh)
+        skeleton = jax.tree.unflatten(treedef, [atom.aval for atom in jaxpr.outputs])
+        stated = self._result_placements(skeleton, mesh)
         hidden = [v.layout if isinstance(v, DArray) else Layout.replicated(mesh, np.ndim(v)) for v in jaxpr.hidden]
         names = [leaf.path for leaf in leaves] + [f"closure{i}" for i in range(len(hidden))]
         planned = plan(
@@ -257,6 +260,9 @@ class SpmdFunction:
             [wanted for _, wanted in placed] + hidden,
             stated,
             names=names,
+            results=[
+                f"result{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_flatten_with_path(skeleton)[0]
+            ],
         )
         program = Program(self.signature.name, planned, tuple(names), at or mesh.coordinate_at(0))
         self._report(program)
@@ -272,9 +278,8 @@ class SpmdFunction:
         donated = tuple(at for at, name in enumerate(owners) if name in self.signature.donated)
         return Entry(program, Executable(program), avals, tuple(stated), treedef, donated)
 
-    def _result_placements(self, treedef: Any, avals: Sequence[Any], mesh: Mesh) -> list[P | None]:
-        """The placement stated for every result, validated."""
-        skeleton = jax.tree.unflatten(treedef, list(avals))
+    def _result_placements(self, skeleton: Any, mesh: Mesh) -> list[P | None]:
+        """The placement stated for every result, validated. `skeleton` is the result with avals for arrays."""
         what = f"{self.signature.name}: the placements of the result"
         placed, _ = place_leaves(self.signature.result, skeleton, "result", what, lambda path, aval: aval)
         for leaf in placed:

@@ -100,6 +100,15 @@ class Plan:
         """A move with its source line."""
         return SourcedMove(move, None if move.by is None else self.jaxpr.source(move.by), count)
 
+    def is_sharded(self) -> bool:
+        """Whether anything is sharded or in parts."""
+        return any(
+            layout.axes
+            for plan in self.flat()
+            for planned in plan.eqns
+            for layout in (*plan.arrivals, *plan.departures, *planned.operands, *planned.results)
+        ) or any(layout.axes for layout in (*self.arrivals, *self.departures))
+
     def flat(self) -> Iterator[Plan]:
         """This plan and those of all bodies in it."""
         yield self

@@ -5,7 +5,7 @@ A leaf of a prefix is a `P`, `None` (not stated), or a function `(path, aval) ->
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ def describe(value: Any) -> str:
 
 
 def broadcast_prefix(prefix: Any, tree: Any, what: str) -> list[Leaf]:
-    """One leaf of the prefix for every leaf of the tree. Raises `ArgumentError`, showing both, where it is no prefix."""
+    """One leaf of the prefix for every leaf of the tree. Raises `ArgumentError`, saying where they differ."""
     leaves = jax.tree.leaves(prefix, is_leaf=is_leaf)
     for leaf in leaves:
         if not is_leaf(leaf):
@@ -48,11 +48,32 @@ def broadcast_prefix(prefix: Any, tree: Any, what: str) -> list[Leaf]:
     try:
         jax.tree.map(lambda leaf, sub: found.extend([leaf] * len(jax.tree.leaves(sub))), prefix, tree, is_leaf=is_leaf)
     except (ValueError, TypeError) as error:
-        raise ArgumentError(
-            f"{what} is no prefix of what it describes:\n  placements {prefix!r}\n  structure  {jax.tree.structure(tree)}\n"
-            f"{error}"
-        ) from error
+        differences = "; ".join(_differences(prefix, tree, "")) or str(error)
+        raise ArgumentError(f"{what} do not fit: {differences}.") from error
     return found
+
+
+def _differences(prefix: Any, tree: Any, at: str) -> Iterator[str]:
+    """Where a prefix differs from the tree that it describes."""
+    if is_leaf(prefix):
+        return
+    where = at or "the whole"
+    if isinstance(prefix, dict) and isinstance(tree, dict):
+        for key in tree.keys() - prefix.keys():
+            yield f"no placement for {at}[{key!r}]"
+        for key in prefix.keys() - tree.keys():
+            yield f"a placement for {at}[{key!r}], but the keys are {', '.join(map(repr, tree))}"
+        for key in (key for key in tree if key in prefix):
+            yield from _differences(prefix[key], tree[key], f"{at}[{key!r}]")
+    elif type(prefix) is type(tree) and isinstance(prefix, (list, tuple)):
+        if len(prefix) != len(tree):
+            yield f"{len(prefix)} placements for the {len(tree)} entries of {where}"
+            return
+        for index, (inner, value) in enumerate(zip(prefix, tree, strict=True)):
+            yield from _differences(inner, value, f"{at}[{index}]")
+    elif type(prefix) is not type(tree):
+        kind = "one array" if jax.tree_util.all_leaves([tree]) else f"a {type(tree).__name__}"
+        yield f"a {type(prefix).__name__} of placements for {where}, which is {kind}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,14 +90,23 @@ def plan(
     outputs: Sequence[P | None],
     machine: Machine = DEFAULT,
     names: Sequence[str] = (),
+    results: Sequence[str] = (),
 ) -> Plan:
     """Plan a jaxpr whose inputs arrive as `arrivals`, are brought to `stated`, and whose results leave as `outputs` say.
 
-    `names` are those of the inputs, for reasons. Raises `FallbackError` for an effect, `PlacementError` where an output's
-    placement does not fit.
+    `names` are those of the inputs and `results` those of the results, for reasons. Raises `FallbackError` for an effect,
+    `PlacementError` where an output's placement does not fit.
     """
     problem = Problem(
-        jaxpr, mesh, machine, Exactness(jaxpr), tuple(arrivals), tuple(stated), tuple(outputs), tuple(names)
+        jaxpr,
+        mesh,
+        machine,
+        Exactness(jaxpr),
+        tuple(arrivals),
+        tuple(stated),
+        tuple(outputs),
+        tuple(names),
+        tuple(results),
     )
     return cheapest(problem)
 
@@ -117,6 +126,7 @@ class Problem:
     stated: tuple[Layout | None, ...]
     outputs: tuple[Target, ...]
     names: tuple[str, ...] = ()
+    results: tuple[str, ...] = ()
     keeps_parts: bool = False
     bodies: dict[Any, Plan] = field(default_factory=dict, compare=False)
 
@@ -165,7 +175,7 @@ class Planner:
         ):
             self.define(var, layout)
             if wanted is not None and wanted != layout:
-                name = problem.names[index] if index < len(problem.names) else f"input {index}"
+                name = _named(problem.names, index, "input")
                 self.require(var, wanted, f"argument {name} is stated as {wanted}")
                 self.define(var, wanted)
         entry, self.moves = tuple(self.moves), []
@@ -177,7 +187,7 @@ class Planner:
             self.asking = None if isinstance(atom, Literal) else self.makers.get(atom)
             target = self.departure(atom, wanted_as)
             stated = "leaves the body" if problem.keeps_parts else "is stated" if wanted_as else "leaves"
-            self.require(atom, target, f"result {index} {stated} as {target}")
+            self.require(atom, target, f"{_named(problem.results, index, 'result')} {stated} as {target}")
             departures.append(target)
         exits = tuple(self.moves)
         return Plan(self.jaxpr, self.mesh, problem.arrivals, entry, eqns, exits, tuple(departures), self.machine)
@@ -471,6 +481,10 @@ class Planner:
         wish = self.wishes.get(var)
         whole = layout.with_partial(()) if wish is None else wish.restrict(decided)
         return path_us(layout, whole, var.aval.shape, item_sizes(var.aval), self.machine)
+
+
+def _named(names: tuple[str, ...], index: int, kind: str) -> str:
+    return names[index] if index < len(names) else f"{kind} {index}"
 
 
 def _outgrows(results: list[Any], operands: list[Versions]) -> bool:

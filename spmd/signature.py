@@ -17,7 +17,7 @@ import jax
 
 from placements import P, Partial, Replicate, Shard
 from spmd.errors import AnnotationError, ArgumentError
-from spmd.prefix import is_leaf
+from spmd.prefix import describe, is_leaf
 
 RETURN = "return"
 
@@ -123,19 +123,27 @@ def _given(name: str, signature: inspect.Signature, in_placements: Any, statics:
         if unknown:
             names = ", ".join(p.name for p in dynamic)
             raise ArgumentError(
-                f"{name}: in_placements names {unknown}; the parameters that are not static are {names}."
+                f"{name}: in_placements names {unknown}; the parameters that are not static are {names}. Placements for one "
+                "argument that is a dict go into a tuple: ({...},)."
             )
         return dict(in_placements)
     if not isinstance(in_placements, (tuple, list)):
-        raise ArgumentError(f"{name}: in_placements is a P, a tuple with one entry per argument, or a dict by name.")
+        raise ArgumentError(
+            f"{name}: in_placements is a P for all arguments, a tuple with one entry per argument, or a dict by name; "
+            f"{describe(in_placements)}."
+        )
     positional = [p for p in dynamic if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     star = next((p for p in dynamic if p.kind is p.VAR_POSITIONAL), None)
     required = sum(p.default is p.empty for p in positional)
     count = len(in_placements)
     if count < required or (count > len(positional) and star is None):
         names = ", ".join(p.name for p in positional)
+        by_name = [p.name for p in dynamic if p.kind is p.KEYWORD_ONLY]
+        hint = f" Keyword-only ones ({', '.join(by_name)}) are placed by a dict of all." if by_name else ""
+        hint += " Placements for one argument that is a list go into a tuple: ([...],)." if len(positional) == 1 else ""
         raise ArgumentError(
-            f"{name}: in_placements has {count} entries, but the arguments that are not static are {len(positional)}: {names}."
+            f"{name}: in_placements has {count} entries, but the positional arguments that are not static are "
+            f"{len(positional)}: {names}.{hint}"
         )
     found = {p.name: prefix for p, prefix in zip(positional, in_placements, strict=False)}
     rest = tuple(in_placements[len(positional) :])

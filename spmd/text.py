@@ -8,27 +8,29 @@ given as function and offset: the text stays when a function moves.
 from __future__ import annotations
 
 import keyword
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import numpy as np
 
-from collectives.jax_compat import Literal, Source
+from collectives.jax_compat import Literal
 from placements import Layout
 from placements.redistribute import step_bytes
-from spmd.plan import Move, Plan, PlannedEqn, item_sizes
+from spmd.plan import Move, Plan, PlannedEqn, SourcedMove, item_sizes
 
 
 class Naming:
     """Names for values: those of the inputs, then a, b, ..., z, aa, ab, ... in the order in which they are asked for.
 
-    Axis names and keywords are left out. In a text, a value that moved has a name for each layout.
+    Names of arguments and axes, and keywords, are left out. In a text, a value that moved has a name for each layout.
     """
 
     def __init__(self, program: Any) -> None:
         pairs = zip(program.plan.jaxpr.inputs, program.names, strict=False)
         self.names: dict[Any, str] = {id(var): name for var, name in pairs}
-        self.taken = {*self.names.values(), *program.mesh.axis_names, *keyword.kwlist}
+        roots = (re.match(r"\w*", name) for name in program.names)
+        self.taken = {*(root.group() for root in roots if root), *program.mesh.axis_names, *keyword.kwlist}
         self.count = 0
 
     def __call__(self, atom: Any) -> str:
@@ -81,7 +83,7 @@ Row = tuple[str, str, str]
 def program_lines(program: Any) -> Iterator[str]:
     """The text: arguments, equations with the moves before them, results, and the sum."""
     plan, naming = program.plan, Naming(program)
-    rows = [*_input_rows(program, naming), *_plan_rows(program, naming, plan, "")]
+    rows = [*_input_rows(program, naming), *_plan_rows(program, naming, plan, "", 1)]
     width = min(max((len(left) for left, _, _ in rows), default=0), 60)
     results = [naming.placed(a, layout) for a, layout in zip(plan.jaxpr.outputs, plan.departures, strict=True)]
     yield f"{program.name} on {plan.mesh!r}, shapes at {program.at}{_class_note(program)}"
@@ -90,19 +92,19 @@ def program_lines(program: Any) -> Iterator[str]:
     yield _sum(program)
 
 
-def _plan_rows(program: Any, naming: Naming, plan: Plan, indent: str) -> Iterator[Row]:
-    """The lines of a plan's moves and equations; those of a body are indented."""
+def _plan_rows(program: Any, naming: Naming, plan: Plan, indent: str, count: int | None) -> Iterator[Row]:
+    """The lines of a plan's moves and equations, which run `count` times; those of a body are indented."""
 
     def moves(items: Iterable[Move]) -> Iterator[Row]:
         for move in items:
-            for left, types, note in _move_rows(program, naming, move, plan.sourced(move, 1).source):
+            for left, types, note in _move_rows(program, naming, plan.sourced(move, count)):
                 yield indent + left, types, note
 
     yield from moves(plan.entry)
     for planned in plan.eqns:
         yield from moves(planned.moves)
         if planned.bodies:
-            yield from _body_rows(program, naming, planned, indent)
+            yield from _body_rows(program, naming, planned, indent, count)
         elif planned.rule is None and not planned.is_fallback:
             naming.same(planned.eqn.outvars[0], planned.eqn.invars[0], planned.operands[0])
         else:
@@ -111,14 +113,15 @@ def _plan_rows(program: Any, naming: Naming, plan: Plan, indent: str) -> Iterato
     yield from moves(plan.exits)
 
 
-def _body_rows(program: Any, naming: Naming, planned: PlannedEqn, indent: str) -> Iterator[Row]:
+def _body_rows(program: Any, naming: Naming, planned: PlannedEqn, indent: str, count: int | None) -> Iterator[Row]:
     """A loop or branch: its own line, then each body: what its inputs are, its lines, what it returns."""
     left, types, note = _equation_row(program, naming, planned)
     times = "" if planned.eqn.primitive.name == "cond" else f", {'?' if planned.count is None else planned.count} times"
     for body in planned.bodies:
         inputs = " ".join(naming(var) for var in body.jaxpr.inputs)
         yield f"{indent}body {inputs}{times}", "", ""
-        yield from _plan_rows(program, naming, body, indent + "  ")
+        inner = None if count is None or planned.count is None else count * planned.count
+        yield from _plan_rows(program, naming, body, indent + "  ", inner)
         results = [naming.placed(a, layout) for a, layout in zip(body.jaxpr.outputs, body.departures, strict=True)]
         yield f"{indent}  yield {', '.join(results)}", "", ""
     yield indent + left, types, note
@@ -134,7 +137,9 @@ def _input_rows(program: Any, naming: Naming) -> Iterator[Row]:
         yield f"constant {naming(var)}", _typed(program, var.aval, layout), ""
 
 
-def _move_rows(program: Any, naming: Naming, move: Move, source: Source | None) -> Iterator[Row]:
+def _move_rows(program: Any, naming: Naming, sourced: SourcedMove) -> Iterator[Row]:
+    move, source = sourced.move, sourced.source
+    times = "" if sourced.count == 1 else f" x {'?' if sourced.count is None else sourced.count}"
     sizes = item_sizes(move.atom.aval)
     for step in move.steps:
         operand = naming.placed(move.atom, step.source)
@@ -142,7 +147,7 @@ def _move_rows(program: Any, naming: Naming, move: Move, source: Source | None) 
         name = step.name if step.communicates else f"local_{step.name}"
         where = f"; {source.offset}" if source is not None and source.function else ""
         shared = ", in the message above" if move.joined else ""
-        note = f"  # {step_bytes(step, sizes)} bytes{shared}: {move.reason}{where}" if step.communicates else ""
+        note = f"  # {step_bytes(step, sizes)} bytes{times}{shared}: {move.reason}{where}" if step.communicates else ""
         result = naming.moved(move.atom, step.target)
         yield f"{result} = {name}[{detail}] {operand}", _typed(program, move.atom.aval, step.target), note
 
@@ -183,7 +188,8 @@ def _sum(program: Any) -> str:
     count = len(program.collectives)
     fallbacks = f", {len(program.fallbacks)} fallbacks" if program.fallbacks else ""
     if not count:
-        return f"no communication{fallbacks}"
+        whole = program.mesh.size > 1 and not program.plan.is_sharded()
+        return f"no communication{fallbacks}{'; nothing is sharded: every rank computes the whole' if whole else ''}"
     messages = len(program.messages)
     shared = f" in {messages} message{'s' * (messages > 1)}" if messages < count else ""
     return (

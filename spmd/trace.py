@@ -132,7 +132,13 @@ def trace(
 ) -> GlobalJaxpr:
     """Trace `function` of flat arguments for `mesh`. `is_hidden` says which closed-over constants become inputs."""
     with tracing(mesh):
-        closed = without_dead_code(jax.make_jaxpr(function)(*avals))
+        try:
+            closed = without_dead_code(jax.make_jaxpr(function)(*avals))
+        except Exception as error:
+            for word, hint in HINTS:
+                if word in str(error):
+                    error.add_note(f"spmd.jit: {hint}")
+            raise
     flat = _Flattening(is_hidden)
     inputs = [Var(var.aval) for var in closed.jaxpr.invars]
     outputs = flat.inline(closed, list(inputs))
@@ -148,6 +154,19 @@ def trace(
         tuple(value for _, value in hidden),
         MappingProxyType(flat.callers),
     )
+
+
+HINTS: Final = (
+    (
+        "unbound axis name",
+        "a decorated function sees whole arrays, so it needs no named axis: jnp.sum(x) and jnp.mean(x) are those of all ranks.",
+    ),
+    (
+        "with_sharding_constraint",
+        "inside a decorated function a placement is stated by spmd.constrain(x, P(dp=Shard(0))).",
+    ),
+)
+"""What JAX says of code for its own meshes is no help here: a word of its message, and what to do."""
 
 
 def drop_dead(eqns: list[JaxprEqn], outputs: list[Atom]) -> list[JaxprEqn]:

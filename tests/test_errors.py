@@ -51,19 +51,46 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "prefix that does not fit": (
         lambda: jit(in_placements=({"w": P(), "b": P()}, P()))(PARAMS, X),
-        "f: the placements of argument 'params' is no prefix of what it describes:",
+        "f: the placements of argument 'params' do not fit: a placement for ['b'], but the keys are 'w'.",
     ),
     "a leaf that is no placement": (
         lambda: jit(in_placements=({"w": "dp"}, P()))(PARAMS, X),
         "f: the placements of argument 'params': 'dp' is no placement; a leaf is a P, None, or a function (path, aval) -> P.",
     ),
+    "a key without a placement": (
+        lambda: jit(in_placements={"params": {"w": P()}})({**PARAMS, "b": X}, X),
+        "f: the placements of argument 'params' do not fit: no placement for ['b'].",
+    ),
+    "two placements for one result": (
+        lambda: jit(out_placements=(P(), P()))(PARAMS, X),
+        "f: the placements of the result do not fit: a tuple of placements for the whole, which is one array.",
+    ),
+    "two placements for three entries": (
+        lambda: jit(in_placements=([P(), P()], P()))([X, X, X], X),
+        "f: the placements of argument 'params' do not fit: 2 placements for the 3 entries of the whole.",
+    ),
+    "a list of numbers": (
+        lambda: jit(in_placements=(P(), P(dp=Shard(0))))(PARAMS, [1.0, 2.0]),
+        "f: x[0] of shape (), stated as P(dp=S(0)): P(dp=S(0)): a 0-d array has no dim to shard. Use Replicate(). "
+        "A list is a pytree of numbers; for an array pass np.asarray of it.",
+    ),
     "too many entries": (
         lambda: jit(in_placements=(P(), P(), P())),
-        "f: in_placements has 3 entries, but the arguments that are not static are 2: params, x.",
+        "f: in_placements has 3 entries, but the positional arguments that are not static are 2: params, x.",
     ),
     "an unknown parameter": (
         lambda: jit(in_placements={"y": P()}),
         "f: in_placements names ['y']; the parameters that are not static are params, x.",
+    ),
+    "placements of a dict, without the tuple": (
+        lambda: spmd.jit(lambda params: params, mesh=MESH, in_placements={"w": P()}),
+        "<lambda>: in_placements names ['w']; the parameters that are not static are params. Placements for one argument that is a dict "
+        "go into a tuple: ({...},).",
+    ),
+    "a PartitionSpec": (
+        lambda: jit(in_placements=jax.sharding.PartitionSpec("dp")),
+        f"f: in_placements is a P for all arguments, a tuple with one entry per argument, or a dict by name; {jax.sharding.PartitionSpec('dp')!r} "
+        "is a JAX PartitionSpec, here P(dp=S(0)) (P.from_spec translates; S(d) is Shard(d)).",
     ),
     "another mesh": (
         lambda: jit()(PARAMS, spmd.distribute(X, P(), OTHER)),
@@ -177,3 +204,21 @@ def test_every_error_is_of_its_package() -> None:
             ):
                 assert issubclass(value, base)
                 assert len(value.__mro__) > len(base.__mro__) + 1, f"{value} has no builtin beside {base}"
+
+
+@pytest.mark.parametrize(
+    ("function", "hint"),
+    [
+        (lambda x: jax.lax.psum(x, "dp"), "jnp.sum(x) and jnp.mean(x) are those of all ranks"),
+        (
+            lambda x: jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec("dp")),
+            "spmd.constrain(x, P(dp=Shard(0)))",
+        ),
+    ],
+    ids=["psum", "with_sharding_constraint"],
+)
+def test_what_jax_advises_is_put_right(function: Callable[..., Any], hint: str) -> None:
+    """Code for JAX's own meshes: its error, with a note on what to write here."""
+    with pytest.raises((NameError, RuntimeError)) as caught:
+        spmd.jit(function, mesh=MESH, in_placements=P(dp=Shard(0)))(X)
+    assert any(hint in note for note in caught.value.__notes__)

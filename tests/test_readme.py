@@ -12,7 +12,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/concepts.md", "docs/programs.md", "docs/ranks.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/concepts.md", "docs/programs.md", "docs/ranks.md", "docs/training.md"]
+)
 def test_blocks_print_what_the_page_says(page: str, tmp_path: Path) -> None:
     """Each ```python block is run as a file in one namespace; a ```text block after it is its output."""
     text = (ROOT / page).read_text()
@@ -23,7 +25,8 @@ def test_blocks_print_what_the_page_says(page: str, tmp_path: Path) -> None:
     for number, (kind, body) in enumerate(blocks):
         if kind == "python":
             assert not printed, f"block {number - 1} of {page} prints, and the page does not show it:\n{printed}"
-            path = tmp_path / f"block{number}.py"
+            path = tmp_path / str(number) / "example.py"
+            path.parent.mkdir()
             path.write_text(body)
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 exec(compile(body, str(path), "exec"), namespace)
