@@ -30,6 +30,7 @@ from jax.interpreters import mlir
 
 Primitive = jax.extend.core.Primitive
 Literal = jax.extend.core.Literal
+jaxpr_as_fun = jax.extend.core.jaxpr_as_fun
 ShapedArray = jax.core.ShapedArray
 Tracer = jax.core.Tracer
 Atom = Any  # Var | Literal

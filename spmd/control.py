@@ -33,7 +33,8 @@ STEPS: Final = 4
 """How often the fixed point is approached."""
 
 
-SUMS: Final = ("add", "add_any", "add_jaxvals")
+ACCUMULATES: Final = {"add": "sum", "add_any": "sum", "add_jaxvals": "sum", "sub": "sum", "max": "max", "min": "min"}
+"""The op of the parts that a primitive accumulates."""
 
 
 class _Loop:
@@ -77,15 +78,19 @@ class _Loop:
             if maker is not None and maker.eqn.primitive.name == "convert_element_type":
                 atom = maker.eqn.invars[0]
                 continue
-            if maker is None or maker.eqn.primitive.name not in SUMS:
+            name = maker.eqn.primitive.name if maker is not None else ""
+            if maker is None or name not in ACCUMULATES:
                 return None
             left, right = maker.eqn.invars
             other, atom = (right, left) if id(left) in led else (left, right)
             producer = makers.get(id(other))
-            if producer is None:
+            if producer is None or (name == "sub" and other is left):
                 return None
-            added.append(next(r for v, r in zip(producer.eqn.outvars, producer.results, strict=True) if v is other))
-        return added[0] if added and added[0].partial and len(set(added)) == 1 else None
+            layout = next(r for v, r in zip(producer.eqn.outvars, producer.results, strict=True) if v is other)
+            if {"sum" if op == "mean" else op for _, op in layout.partial} != {ACCUMULATES[name]}:
+                return None
+            added.append(layout)
+        return added[0] if added and len(set(added)) == 1 else None
 
     def cost_us(self, carry: Layouts, body: Plan) -> float:
         """Entering, iterating, and reducing what is left in parts."""
@@ -101,7 +106,7 @@ def _led_from(carry: Atom, eqns: Sequence[JaxprEqn]) -> set[int]:
     """The values, by identity, to which sums lead from `carry`."""
     led = {id(carry)}
     for eqn in eqns:
-        if eqn.primitive.name in (*SUMS, "convert_element_type") and any(id(atom) in led for atom in eqn.invars):
+        if eqn.primitive.name in (*ACCUMULATES, "convert_element_type") and any(id(atom) in led for atom in eqn.invars):
             led.update(map(id, eqn.outvars))
     return led
 
@@ -117,6 +122,11 @@ def _common(planner: Planner, atom: Atom, bodies: Sequence[Plan]) -> tuple[Move,
     layout = Layout.replicated(planner.mesh, 0)
     step = Step("broadcast", axes, layout, layout, 1)
     return (Move(atom, layout, layout, (step,), "the predicate is made common", planner.asking),)
+
+
+def _split(arrived: Layouts, constants: Layouts) -> tuple[Layout | None, ...]:
+    """What constants that were gathered before the loop count as sharded by."""
+    return tuple(a if a != b else None for a, b in zip(arrived, constants, strict=True))
 
 
 def _hoisted(body: Plan, constants: Layouts) -> Layouts:
@@ -143,7 +153,7 @@ def _finish(
 def _plan_scan(planner: Planner, eqn: JaxprEqn) -> PlannedEqn:
     (body,) = eqn.params["bodies"]
     (n_consts, n_carry), length = eqn.params["counts"], eqn.params["length"]
-    constants = tuple(map(planner.settled, eqn.invars[:n_consts]))
+    of_body = tuple(map(planner.settled, eqn.invars[:n_consts]))
     init = eqn.invars[n_consts : n_consts + n_carry]
     arrived = tuple(map(planner.settled, eqn.invars[n_consts + n_carry :]))
     wishes = [planner.wishes.get(var) for var in eqn.outvars[n_carry:]]
@@ -152,22 +162,23 @@ def _plan_scan(planner: Planner, eqn: JaxprEqn) -> PlannedEqn:
     def plan(xs: Layouts, constants: Layouts, carry: Layouts, targets: Layouts | None) -> Plan:
         rows = [Layout(planner.mesh, layout.dims[1:]) for layout in xs]
         made = [*(targets or (None,) * n_carry), *(None for _ in wishes)]
-        found = planner.body(body, [*constants, *carry, *rows], made)
+        inputs, split = [*constants, *carry, *rows], _split(of_body, constants)
+        found = planner.body(body, inputs, made, split)
         departures = zip(found.departures[n_carry:], body.outputs[n_carry:], wishes, strict=True)
         scattered = [_scattered(planner, layout, atom, wish) for layout, atom, wish in departures]
         if any(scattered):
-            found = planner.body(body, [*constants, *carry, *rows], [*made[:n_carry], *scattered])
+            found = planner.body(body, inputs, [*made[:n_carry], *scattered], split)
         return found
 
     loop = _Loop(planner, eqn, init, length, body, n_consts)
     options: list[tuple[float, int, Layouts, Layouts]] = []
     for xs in dict.fromkeys((tuple(map(_unscanned, arrived)), tuple(layout.with_dim(0, ()) for layout in arrived))):
-        carry = loop.choose(functools.partial(plan, xs, constants))
-        found = plan(xs, constants, carry, carry)
+        carry = loop.choose(functools.partial(plan, xs, of_body))
+        found = plan(xs, of_body, carry, carry)
         moved = sum(map(planner.cheapest_us, eqn.invars[n_consts + n_carry :], xs))
         options.append((round(moved + loop.cost_us(carry, found), 6), len(options), xs, carry))
     _, _, xs, carry = min(options)
-    constants = _hoisted(plan(xs, constants, carry, carry), constants)
+    constants = _hoisted(plan(xs, of_body, carry, carry), of_body)
     chosen = plan(xs, constants, carry, carry)
     stacked = tuple(
         Layout(planner.mesh, ((), *layout.dims)).with_partial(layout.partial) for layout in chosen.departures[n_carry:]
@@ -193,23 +204,26 @@ def _unscanned(layout: Layout) -> Layout:
 def _plan_while(planner: Planner, eqn: JaxprEqn) -> PlannedEqn:
     condition, body = eqn.params["bodies"]
     n_condition, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    constants = tuple(map(planner.settled, eqn.invars[: n_condition + n_body]))
+    arrived = tuple(map(planner.settled, eqn.invars[: n_condition + n_body]))
+    of_condition, of_body = arrived[:n_condition], arrived[n_condition:]
     init = eqn.invars[n_condition + n_body :]
 
     @functools.cache
     def plan(constants: Layouts, carry: Layouts, targets: Layouts | None) -> Plan:
-        return planner.body(body, [*constants[n_condition:], *carry], targets or [None] * len(carry))
+        return planner.body(body, [*constants, *carry], targets or [None] * len(carry), _split(of_body, constants))
 
     loop = _Loop(planner, eqn, init, UNKNOWN_COUNT, body, n_body)
-    carry = loop.choose(functools.partial(plan, constants))
+    carry = loop.choose(functools.partial(plan, of_body))
     carry = tuple(layout.with_partial(()) for layout in carry) if _reads_parts(condition, n_condition, carry) else carry
-    constants = (*constants[:n_condition], *_hoisted(plan(constants, carry, carry), constants[n_condition:]))
-    predicate = planner.body(condition, [*constants[:n_condition], *carry], [Layout.replicated(planner.mesh, 0)])
+    whole = [Layout.replicated(planner.mesh, 0)]
+    constants = _hoisted(plan(of_body, carry, carry), of_body)
     chosen = plan(constants, carry, carry)
+    read = _hoisted(planner.body(condition, [*of_condition, *carry], whole), of_condition)
+    predicate = planner.body(condition, [*read, *carry], whole, _split(of_condition, read))
     (decides,) = condition.outputs
     common = _common(planner, decides, [predicate, chosen])
     predicate = dataclasses.replace(predicate, exits=(*predicate.exits, *common))
-    return _finish(planner, eqn, (*constants, *carry), carry, [predicate, chosen], None)
+    return _finish(planner, eqn, (*read, *constants, *carry), carry, [predicate, chosen], None)
 
 
 def _reads_parts(condition: Any, first: int, carry: Layouts) -> bool:

@@ -36,7 +36,7 @@ from spmd.factors import Assignment, Passes, Rule, layouts
 from spmd.messages import merged
 from spmd.plan import Move, Plan, PlannedEqn, item_sizes
 from spmd.rules import rule_of
-from spmd.trace import GlobalJaxpr, constrain_p, nbytes, place_like_p
+from spmd.trace import GlobalJaxpr, constrain_p, is_widening, nbytes, place_like_p
 from spmd.wishes import Wishes, wishes_of
 
 CARRIES_ZERO: Final = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "neg", "reshape", "transpose"})
@@ -115,6 +115,7 @@ def plan(
 class Problem:
     """What is to be planned. `keeps_parts`: results without a target may leave in parts, as those of a loop's body do.
 
+    `split` are the layouts that inputs count as sharded by, though they arrive whole: a loop gathered them before it.
     `bodies` are the plans of bodies made so far: one is asked for in every round of everything around it.
     """
 
@@ -128,6 +129,7 @@ class Problem:
     names: tuple[str, ...] = ()
     results: tuple[str, ...] = ()
     keeps_parts: bool = False
+    split: tuple[Layout | None, ...] = ()
     bodies: dict[Any, Plan] = field(default_factory=dict, compare=False)
 
 
@@ -174,6 +176,9 @@ class Planner:
             zip(self.jaxpr.inputs, problem.arrivals, problem.stated, strict=True)
         ):
             self.define(var, layout)
+            if index < len(problem.split) and problem.split[index] is not None:
+                self.gathers = True
+                self.values[var].resplit = problem.split[index] if self.resplits else None
             if wanted is not None and wanted != layout:
                 name = _named(problem.names, index, "input")
                 self.require(var, wanted, f"argument {name} is stated as {wanted}")
@@ -256,12 +261,17 @@ class Planner:
         kept = {axis for axis, placement in target.items(self.mesh.axis_names) if placement is None}
         return merged.with_partial(pair for pair in merged.partial if pair[0] not in kept)
 
-    def body(self, jaxpr: GlobalJaxpr, arrivals: Sequence[Layout], outputs: Sequence[Target]) -> Plan:
+    def body(
+        self,
+        jaxpr: GlobalJaxpr,
+        arrivals: Sequence[Layout],
+        outputs: Sequence[Target],
+        split: Sequence[Layout | None] = (),
+    ) -> Plan:
         """The plan of a body, whose results may leave in parts."""
         bodies = self.problem.bodies
-        key = id(jaxpr), tuple(arrivals), tuple(outputs)
+        key = id(jaxpr), tuple(arrivals), tuple(outputs), tuple(split)
         if key not in bodies:
-            stated = (None,) * len(arrivals)
             bodies[key] = cheapest(
                 Problem(
                     jaxpr,
@@ -269,9 +279,10 @@ class Planner:
                     self.machine,
                     self.problem.exact,
                     key[1],
-                    stated,
+                    (None,) * len(arrivals),
                     key[2],
                     keeps_parts=True,
+                    split=key[3],
                     bodies=bodies,
                 )
             )
@@ -289,6 +300,9 @@ class Planner:
         if rule is None:
             return self.fallback(eqn)
         versions = [self.versions(atom) for atom in eqn.invars]
+        wish = self.wishes.get(eqn.outvars[0])
+        if wish is not None and is_widening(eqn) and set(wish.axes) < set(versions[0].primary.axes):
+            return self.finish(eqn, rule, (wish,), (wish,))  # the uses want it gathered: before the cast it is smaller
         found = layouts(rule, self.assign(rule, versions, eqn), self.mesh)
         assert found is not None, "an assignment that mixes parts was chosen"
         return self.finish(eqn, rule, *found)

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import jax
 import numpy as np
+from jax import lax
 
 from collectives.jax_compat import (
     INLINED,
@@ -36,8 +37,10 @@ from collectives.jax_compat import (
     as_closed,
     batching,
     identity_primitive,
+    jaxpr_as_fun,
     new_equation,
     primitive,
+    raw_bytes,
     scan_counts,
     source_of,
     without_dead_code,
@@ -240,7 +243,7 @@ class _Flattening:
         """
         if eqn.effects or eqn.primitive.name == "optimization_barrier" or not eqn.outvars:
             return None
-        atoms = tuple((str(a.aval), repr(a.val)) if isinstance(a, Literal) else id(a) for a in operands)
+        atoms = tuple((str(a.aval), raw_bytes(a.val)) if isinstance(a, Literal) else id(a) for a in operands)
         key = (eqn.primitive, atoms, tuple(eqn.params.items()), str([var.aval for var in eqn.outvars]))
         try:
             hash(key)
@@ -285,31 +288,40 @@ class _Flattening:
         return self.of_constant[id(value)][0]
 
 
-UNCHANGED: Final = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "slice", "squeeze", "transpose"})
-"""What is done to an operand that a loop does not change once, before it: so what it becomes can be gathered there."""
-
-
 def _before_the_loop(flat: _Flattening, body: GlobalJaxpr, constants: list[Atom]) -> tuple[GlobalJaxpr, list[Atom]]:
-    """Take out of a body what only moves its constants, and makes nothing larger; the results are constants too."""
+    """Take out of a body what depends on its constants alone, and is no larger than they; the results are constants too.
+
+    XLA would take the computation out as well, but not what it communicates.
+    """
     outside: dict[Var, Atom] = dict(zip(body.inputs, constants, strict=False))
     kept, added = [], []
     for eqn in body.eqns:
         operands = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
-        unchanged = eqn.primitive.name in UNCHANGED and operands and all(atom in outside for atom in operands)
-        if not unchanged or nbytes(eqn.outvars[0]) > nbytes(operands[0]):
+        pure = not eqn.effects and "bodies" not in eqn.params and operands
+        if not (pure and all(atom in outside for atom in operands)) or _grows(eqn, operands):
             kept.append(eqn)
             continue
-        result = Var(eqn.outvars[0].aval)
+        results = [Var(var.aval) for var in eqn.outvars]
         invars = [atom if isinstance(atom, Literal) else outside[atom] for atom in eqn.invars]
-        flat.eqns.append(eqn.replace(invars=invars, outvars=[result]))
-        flat.callers[result] = body.callers.get(eqn.outvars[0], ())
-        outside[eqn.outvars[0]] = result
-        added.append(eqn.outvars[0])
+        flat.eqns.append(eqn.replace(invars=invars, outvars=results))
+        flat.callers[results[0]] = body.callers.get(eqn.outvars[0], ())
+        outside.update(zip(eqn.outvars, results, strict=True))
+        added += eqn.outvars
     used = {id(atom) for eqn in kept for atom in eqn.invars} | {id(atom) for atom in body.outputs}
     first = len(constants)
     own = [var for var in (*body.inputs[:first], *added) if id(var) in used]
     replaced = dataclasses.replace(body, inputs=(*own, *body.inputs[first:]), eqns=tuple(kept))
     return replaced, [outside[var] for var in own]
+
+
+def _grows(eqn: JaxprEqn, operands: Sequence[Atom]) -> bool:
+    """Whether the results of an equation are larger than its operands."""
+    return sum(map(nbytes, eqn.outvars)) > sum(map(nbytes, {id(atom): atom for atom in operands}.values()))
+
+
+def is_widening(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a cast to more bytes."""
+    return eqn.primitive.name == "convert_element_type" and nbytes(eqn.outvars[0]) > nbytes(eqn.invars[0])
 
 
 def nbytes(atom: Atom) -> int:
@@ -326,6 +338,8 @@ def _scan(flat: _Flattening, eqn: JaxprEqn, operands: list[Atom]) -> JaxprEqn:
 
 
 def _while(flat: _Flattening, eqn: JaxprEqn, operands: list[Atom]) -> JaxprEqn:
+    if as_closed(eqn.params["cond_jaxpr"])[0].outvars[0].aval.shape:
+        eqn, operands = _unbatched(eqn, operands)
     n_condition, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     condition, of_condition = flat.nested(eqn.params["cond_jaxpr"])
     body, of_body = flat.nested(eqn.params["body_jaxpr"])
@@ -333,6 +347,34 @@ def _while(flat: _Flattening, eqn: JaxprEqn, operands: list[Atom]) -> JaxprEqn:
     invars = [*of_condition, *operands[:n_condition], *constants, *operands[n_condition + n_body :]]
     counts = {"cond_nconsts": n_condition + len(of_condition), "body_nconsts": len(constants)}
     return eqn.replace(invars=invars, params={**eqn.params, **counts, "bodies": (condition, body)})
+
+
+def _unbatched(eqn: JaxprEqn, operands: list[Atom]) -> tuple[JaxprEqn, list[Atom]]:
+    """A loop with one decision, from one that `vmap` gave a decision for each element of the batch: it runs while any element
+    goes on, and those that do not keep their values."""
+    n_condition, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    condition, body = (jaxpr_as_fun(eqn.params[name]) for name in ("cond_jaxpr", "body_jaxpr"))
+    first = n_condition + n_body
+
+    def any_goes_on(*values: Any) -> Any:
+        return jax.numpy.any(condition(*values)[0])
+
+    def step(*values: Any) -> list[Any]:
+        carry = values[first:]
+        (goes_on,) = condition(*values[:n_condition], *carry)
+        return [
+            lax.select(lax.broadcast_in_dim(goes_on, old.shape, range(goes_on.ndim)), new, old)
+            for new, old in zip(body(*values[n_condition:first], *carry), carry, strict=True)
+        ]
+
+    avals = [atom.aval for atom in operands]
+    params = {
+        **eqn.params,
+        "cond_jaxpr": jax.make_jaxpr(any_goes_on)(*avals[:n_condition], *avals[first:]),
+        "body_jaxpr": jax.make_jaxpr(step)(*avals),
+        "body_nconsts": first,
+    }
+    return eqn.replace(params=params), [*operands[:n_condition], *operands]
 
 
 def _cond(flat: _Flattening, eqn: JaxprEqn, operands: list[Atom]) -> JaxprEqn:

@@ -17,7 +17,7 @@ from placements import Layout
 from placements.layout import merge
 from placements.redistribute import is_free, path_us
 from spmd.plan import Plan, PlannedEqn, item_sizes
-from spmd.trace import constrain_p
+from spmd.trace import constrain_p, is_widening
 
 if TYPE_CHECKING:
     from spmd.propagate import Problem
@@ -55,7 +55,7 @@ class _Backward:
                 self.demand(atom, layout)
         for planned in reversed(self.plan.eqns):
             for var, layout in zip(planned.eqn.outvars, planned.results, strict=True):
-                self.wish(var, layout)
+                self.wish(var, layout, planned)
             for index, atom in enumerate(planned.eqn.invars):
                 if not isinstance(atom, Literal):
                     self.uses.setdefault(atom, []).append((planned, index))
@@ -72,8 +72,8 @@ class _Backward:
         if whole not in demands:
             demands.append(whole)
 
-    def wish(self, var: Var, made: Layout) -> None:
-        """Decide what is best for a value that is made so."""
+    def wish(self, var: Var, made: Layout, maker: PlannedEqn | None = None) -> None:
+        """Decide what is best for a value that is made so, by an equation or as an input."""
         demands = self.demands.get(var, [])
         if not demands:
             return
@@ -86,6 +86,11 @@ class _Backward:
                     for option in options
                 ]
                 self.wishes[var] = options[costs.index(min(costs))]
+            return
+        fallbacks = any(use.is_fallback for use, _ in self.uses.get(var, []))  # they say themselves what they gather
+        cast = maker is not None and is_widening(maker.eqn) and not fallbacks
+        if cast and len(demands) == 1 and set(demands[0].axes) < set(made.axes):
+            self.wishes[var] = demands[0]  # gathered before the cast, that is half as much
             return
         options = [made, *(each for each in demands if is_free(made, each, shape, sizes, self.machine))]
         costs = [round(self.use_us(var, option, AHEAD)) for option in options]

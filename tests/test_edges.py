@@ -309,3 +309,24 @@ def test_small_things() -> None:
         huge.memory_analysis()
     with pytest.raises(spmd.TransformationError, match="cannot be made inside"):
         jax.jit(lambda x: spmd.from_callback(lambda index: x[index], (4,), S, M).full())(reals(4))
+
+
+def test_constants_that_print_alike_differ() -> None:
+    """Equal equations are merged by the bits of their constants, not by how numpy prints them."""
+
+    def difference(x: Any) -> Any:
+        return (jnp.sin(x * (1 + 1e-6)) - jnp.sin(x * (1 - 1e-6))) / 2e-6, x * 0.001, x * 0.004, x**1.0001, x**1.0002
+
+    with np.printoptions(precision=2, suppress=True):
+        agree(difference, [np.float32([0.5, -1.5, 2.0]) + 3], [P(a=Shard(0))], [Mesh(a=1), Mesh(a=2)], gradient=False)
+
+
+def test_parts_are_reduced_before_an_infinity() -> None:
+    """A sum times infinity, or a large number, is what it is of whole arrays, though parts have both signs."""
+    x = np.float32([1, 2, -1, -0.5])
+    rows = P(a=Shard(0))
+    meshes = [Mesh(a=2), Mesh(a=3)]
+    for factor in (np.inf, -np.inf, 1e38, 0.0):
+        agree(lambda x, s: jnp.sum(x) * s, [x, np.float32(factor)], [rows, P()], meshes, gradient=False)
+        agree(lambda x, factor=factor: jnp.sum(x) * factor, [x], [rows], meshes, gradient=False)
+        agree(lambda x, w: (x @ x[:, None]) @ w, [x, np.float32([[factor]])], [rows, P()], meshes, gradient=False)

@@ -5,6 +5,7 @@ Run in a lone process on the simulator, and by `tests/test_mpi.py` again on real
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,8 +31,10 @@ def struct(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, np.float32)
 
 
-def lower(function: Any, placements: Any, *args: Any, mesh: Mesh = FOUR, out: Any = None) -> spmd.Program:
-    return spmd.jit(function, mesh=mesh, in_placements=placements, out_placements=out, fallback="error").lower(*args)
+def lower(
+    function: Any, placements: Any, *args: Any, mesh: Mesh = FOUR, out: Any = None, fallback: Any = "error"
+) -> spmd.Program:
+    return spmd.jit(function, mesh=mesh, in_placements=placements, out_placements=out, fallback=fallback).lower(*args)
 
 
 def layers(ws: Any, x: Any) -> Any:
@@ -343,3 +346,87 @@ def test_the_text_shows_the_body() -> None:
     assert program.collectives[0].count == 6
     assert program.bytes == 6 * program.collectives[0].bytes
     program.check(all_reduce=1, max_bytes=program.bytes)
+
+
+def test_loops_with_a_decision_for_each_element_of_a_batch() -> None:
+    """`vmap` of a loop whose condition depends on the element: it runs while any goes on, and the others keep their values."""
+
+    def doubled(row: Any) -> Any:
+        return lax.while_loop(lambda s: jnp.sum(s) < 9, lambda s: s * 1.7 + 1, row)
+
+    def power(row: Any, n: Any) -> Any:
+        return lax.fori_loop(0, n, lambda i, s: s * 1.1 + i, row)
+
+    agree(jax.vmap(doubled), [signed(5, 3)], [ROWS], FEW, gradient=False)
+    agree(jax.vmap(doubled), [signed(5, 3)], [COLUMNS], FEW, gradient=False)
+    agree(jax.vmap(power), [signed(5, 3), np.arange(5, dtype=np.int32)], [ROWS, ROWS], FEW, gradient=False)
+    agree(
+        lambda x: lax.scan(lambda c, _: (jax.vmap(doubled)(c) - 3, None), x, length=2)[0],
+        [signed(5, 3)],
+        [ROWS],
+        FEW,
+        gradient=False,
+    )
+
+
+def test_what_a_loop_does_not_change_is_communicated_before_it() -> None:
+    """Gathered, reduced and computed once: constants of the body, of the condition, under `checkpoint`."""
+    w, x = struct(64, 64), struct(64, 64)
+
+    def repeat(f: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda w, x: lax.fori_loop(0, 10, lambda i, h: f(h, w), x)
+
+    def once(f: Callable[..., Any], **counts: int) -> None:
+        program = lower(f, (ROWS, ROWS), w, x)
+        program.check(**counts)
+        assert {c.count for c in program.collectives} == {1}, str(program)
+
+    once(repeat(lambda h, w: jnp.tanh(h @ w)), all_gather=1)
+    once(repeat(lambda h, w: jnp.tanh(h @ (w * 0.5))), all_gather=1)
+    once(repeat(lambda h, w: jnp.tanh(h @ (w.T @ w))), all_reduce=1)
+    once(repeat(lambda h, w: jax.checkpoint(lambda h: jnp.tanh(h @ w))(h)), all_gather=1)
+    gradient = jax.grad(lambda w, x: jnp.sum(repeat(lambda h, w: jax.checkpoint(lambda h: jnp.tanh(h @ w))(h))(w, x)))
+    once(gradient, all_gather=2, all_reduce=1)  # what is recomputed is gathered again, for the backward loop as a whole
+
+    def condition(w: Any, x: Any) -> Any:
+        return lax.while_loop(lambda h: jnp.cumsum(w, 0)[-1, 0] + h[0, 0] < 5, lambda h: h + 1, x)
+
+    gathers = [c for c in lower(condition, (ROWS, WHOLE), w, x, fallback="allow").collectives if c.shape == (64, 64)]
+    assert [c.count for c in gathers] == [1]
+    for f in (lambda h, w: jnp.tanh(h @ (w.T @ w)), lambda h, w: jax.checkpoint(lambda h: jnp.tanh(h @ (w * 0.5)))(h)):
+        agree(repeat(f), [0.2 * signed(5, 5), signed(7, 5)], [ROWS, ROWS], FEW)
+
+
+def test_accumulators_of_every_kind_stay_in_parts() -> None:
+    """A sum, a difference, a maximum over iterations: one reduction, after the loop."""
+    cases: list[tuple[Callable[..., Any], Callable[..., Any], str]] = [
+        (jnp.add, lambda x: x.sum(0), "sum"),
+        (jnp.subtract, lambda x: x.sum(0), "sum"),
+        (jnp.maximum, lambda x: x.max(0), "max"),
+        (jnp.minimum, lambda x: x.min(0), "min"),
+    ]
+    for combine, reduce, op in cases:
+
+        def total(x: Any, combine: Any = combine, reduce: Any = reduce) -> Any:
+            return lax.scan(lambda total, row: (combine(total, reduce(row)), None), jnp.ones(x.shape[2]), x)[0]
+
+        program = lower(total, (COLUMNS,), struct(6, 8, 3))
+        program.check(all_reduce=1)
+        assert [(c.op, c.count) for c in program.collectives] == [(op, 1)]
+        agree(total, [signed(4, 5, 3)], [COLUMNS], FEW, gradient=False)
+
+
+def test_slices_of_what_was_gathered_before_a_loop_stay_shared_work() -> None:
+    """A batch indexed in a loop is gathered once, before it; every rank computes on its rows, and the sum is reduced once."""
+
+    def total(w: Any, batches: Any) -> Any:
+        def body(i: Any, total: Any) -> Any:
+            x = lax.dynamic_index_in_dim(batches, i, 0, keepdims=False)
+            return total + jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+
+        return lax.fori_loop(0, batches.shape[0], body, jnp.zeros_like(w))
+
+    program = lower(total, (WHOLE, COLUMNS), struct(256, 256), struct(8, 256, 256), fallback="allow")
+    program.check(all_gather=1, all_reduce=1)
+    assert {c.count for c in program.collectives} == {1}
+    agree(total, [signed(4, 3), signed(3, 5, 4)], [WHOLE, COLUMNS], FEW, gradient=False)

@@ -315,6 +315,20 @@ def test_adam_over_scanned_layers_scatters_gradients(width: int, after: bool) ->
     agree(step, arguments, places["in_placements"], [Mesh(dp=3)], out=places["out_placements"], gradient=False)
 
 
+def test_half_precision_weights_are_gathered_as_such() -> None:
+    """Weights in bfloat16, arithmetic in float32: what is gathered is bfloat16, whatever loop or layer casts it."""
+
+    def apply(ws: Any, x: Any) -> Any:
+        return lax.scan(lambda h, w: (jnp.tanh(h @ w.astype(jnp.float32)), None), x, ws)[0]
+
+    half = jax.ShapeDtypeStruct((4, 256, 256), jnp.bfloat16)
+    program = spmd.jit(apply, mesh=ONE, in_placements=(P(dp=S(1)), P(dp=S(0)))).lower(half, struct(512, 256))
+    program.check(all_gather=1)
+    assert {c.dtype for c in program.collectives} == {"bfloat16"}
+    ws = numbers(2, 5, 5).astype(jnp.bfloat16)
+    agree(apply, [ws, numbers(7, 5)], (P(dp=S(1)), P(dp=S(0))), [Mesh(dp=3)], gradient=False)
+
+
 def test_a_shared_weight_is_reduced_once() -> None:
     """A weight used twice, attention-like: its gradient is a sum of parts, and one reduction."""
 

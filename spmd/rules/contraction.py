@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from collectives.jax_compat import JaxprEqn
 from spmd.factors import Passes, Rule
-from spmd.rules.elementwise import linear_ops, widens
+from spmd.rules.elementwise import linear_ops
 
 
 def _dot_general(eqn: JaxprEqn) -> Rule | None:
@@ -41,10 +41,9 @@ def _dot_general(eqn: JaxprEqn) -> Rule | None:
 
 
 def _passes(eqn: JaxprEqn, left: Any, right: Any) -> tuple[Passes, ...]:
-    """Multilinear, unless the product of integers is wider than they are, or that of floats narrower."""
+    """Multilinear in integers. By a float that may be infinite, parts of both signs would give NaN in place of an infinity."""
     dtype = eqn.outvars[0].aval.dtype
-    exact = left == right == dtype
-    if not exact and not (widens(left, dtype) and widens(right, dtype)):
+    if not left == right == dtype or jnp.issubdtype(dtype, jnp.inexact):
         return ()
     return tuple(Passes(linear_ops(dtype), (index,)) for index in (0, 1))
 

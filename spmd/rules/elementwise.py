@@ -56,14 +56,19 @@ def _additive(eqn: JaxprEqn) -> tuple[Passes, ...]:
 
 
 def _multilinear(eqn: JaxprEqn) -> tuple[Passes, ...]:
-    ops = linear_ops(_dtype(eqn))
-    return (Passes(ops, (0,)), Passes(ops, (1,)))
+    """By a finite literal, or of integers: by an infinity, parts of both signs would give NaN in place of one."""
+    ops, exact = linear_ops(_dtype(eqn)), not jnp.issubdtype(_dtype(eqn), jnp.inexact)
+    return tuple(Passes(ops, (at,)) for at in (0, 1) if exact or _is_finite(eqn.invars[1 - at]))
+
+
+def _is_finite(atom: Any) -> bool:
+    return isinstance(atom, Literal) and bool(np.all(np.isfinite(np.asarray(atom.val).tolist())))
 
 
 def _quotient(eqn: JaxprEqn) -> tuple[Passes, ...]:
     """By a literal: by a value that may be zero, parts of both signs would give NaN in place of an infinity."""
     divisor = eqn.invars[1]
-    if not isinstance(divisor, Literal) or not np.all(divisor.val):
+    if not _is_finite(divisor) or not np.all(divisor.val):
         return ()
     return (Passes(LINEAR, (0,)),) if jnp.issubdtype(_dtype(eqn), jnp.inexact) else ()
 
