@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 import jax.extend.core
 import jax.extend.core.primitives as _extend_primitives
+import jax.extend.random
 import numpy as np
 from jax import lax
 from jax._src import array as _array
@@ -67,6 +68,18 @@ def primitive(name: str) -> Primitive | None:
 def typeof(value: Any) -> Any:
     """The aval of a value, weak type included. Raises `TypeError` for what is no JAX type."""
     return jax.typeof(value)
+
+
+def threefry(key_high: Any, key_low: Any, high: Any, low: Any) -> tuple[Any, Any]:
+    """Threefry-2x32 of counts under a key, both as two words of 32 bits. Source: Salmon et al., SC 2011."""
+    words = jax.numpy.broadcast_arrays(key_high, key_low, high, low)
+    first, second = jax.extend.random.threefry2x32_p.bind(*words)
+    return first, second
+
+
+def draws_by_index(key: Any) -> bool:
+    """Whether the bits drawn from keys of this aval are a hash of key and index alone."""
+    return bool(_config.threefry_partitionable.value) and "fry" in str(key.dtype)
 
 
 def as_closed(jaxpr: Any) -> tuple[Any, list[Any]]:

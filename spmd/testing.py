@@ -164,7 +164,8 @@ def _part(value: Any, op: str, seed: int, i: int) -> jax.Array:
         return jnp.asarray(rng.integers(0, 2, value.shape).astype(bool))
     if jnp.issubdtype(dtype, jnp.integer):
         limits = jnp.iinfo(dtype)
-        return jnp.asarray(rng.integers(limits.min, limits.max, value.shape, np.int64, endpoint=True).astype(dtype))
+        wide = np.uint64 if limits.min == 0 else np.int64
+        return jnp.asarray(rng.integers(limits.min, limits.max, value.shape, wide, endpoint=True).astype(dtype))
     numbers = rng.integers(-8, 9, value.shape) / 4 + 0.125
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return jnp.asarray((numbers + 1j * rng.integers(-4, 5, value.shape)).astype(dtype))

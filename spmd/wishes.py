@@ -45,6 +45,7 @@ class _Backward:
         self.demands: dict[Var, list[Layout]] = {}
         self.wishes: Wishes = {}
         self.costs: dict[tuple[Var, Layout, int], float] = {}
+        self.best: dict[Var, float] = {}
 
     def run(self) -> Wishes:
         for atom, target, layout in zip(
@@ -96,7 +97,7 @@ class _Backward:
         costs = [round(self.use_us(var, option, AHEAD)) for option in options]
         best = min(range(len(options)), key=lambda at: (costs[at], -len(options[at].axes), at))  # of equals most shards
         if options[best] != made:
-            self.wishes[var] = options[best]
+            self.wishes[var], self.best[var] = options[best], costs[best]
 
     def wanted(self, planned: PlannedEqn, index: int) -> Layout:
         """The layout in which an equation would like an operand: as planned, and sharded where its results would be."""
@@ -117,6 +118,8 @@ class _Backward:
 
     def use_us(self, var: Var, layout: Layout, ahead: int) -> float:
         """What all uses of a value cost, from a layout of it: what they move, and what follows."""
+        if var in self.best and self.wishes[var] == layout:
+            return self.best[var]
         key = var, layout, ahead
         if key not in self.costs:
             self.costs[key] = self._use_us(*key)

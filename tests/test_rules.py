@@ -45,6 +45,9 @@ X, Y, UNIT, POSITIVE = (
 )
 I, J, B, C = ints(5, 3), ints(5, 3)[:, ::-1].copy() + 2, bools(5, 3), bools(3, 5).T.copy()
 Z = (X + 1j * Y).astype(np.complex64)
+TABLE = reals(7, 4)
+WITHIN, BEYOND = np.array([[1, -2, 3], [4, 6, -7]]), np.array([0, 3, 6, -1, 9, -20, 3])
+"""Indices in the bounds of a table, and some beyond them."""
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -214,6 +217,61 @@ EXTRA: dict[str, Case] = {
     "tile": (lambda x: lax.tile_p.bind(x, reps=(1, 2)), (X,)),
     "unstack": (lambda x: lax.unstack_p.bind(x, axis=1), (X,)),
     "transpose": (lambda x: lax.transpose(x, (2, 0, 1)), (reals(2, 5, 3),)),
+    "bitcast": (lambda x: lax.bitcast_convert_type(x, jnp.int32), (X,)),
+    "bitcast_narrow": (lambda x: lax.bitcast_convert_type(x, jnp.int16), (X,)),
+    "bitcast_wide": (lambda x: lax.bitcast_convert_type(x, jnp.int32), (ints(5, 3, 2, dtype="int16"),)),
+    "gather": (lambda t, i: t[i], (TABLE, WITHIN)),
+    "gather_columns": (lambda t, i: jnp.take(t, i, axis=1, mode="fill"), (TABLE, BEYOND)),
+    "gather_pairs": (lambda t, i, j: t.at[i, j].get(mode="fill"), (TABLE, BEYOND, BEYOND % 6)),
+    "gather_along": (lambda t, i: jnp.take_along_axis(t, i, axis=1), (TABLE, BEYOND[:, None] % 4)),
+    "gather_empty": (lambda t, i: t[i], (TABLE, np.zeros((0,), np.int32))),
+    "gather_batched": (lambda t, i: jax.vmap(lambda r, j: r[j])(t, i), (TABLE, BEYOND.reshape(7, 1) % 4)),
+    **{
+        f"gather_{mode}{np.asarray(t).dtype}{i.dtype}": (
+            lambda t, i, mode=mode: jnp.take(t, i, axis=0, mode=mode),
+            (t, i),
+        )
+        for mode in ("fill", "clip")
+        for t, i in (
+            (TABLE, BEYOND),
+            (TABLE > 0, BEYOND),
+            (TABLE.astype(np.int32), BEYOND.astype(np.int8)),
+            (TABLE.astype(jnp.bfloat16), np.uint8([0, 3, 255, 6])),
+            (Z, BEYOND),
+        )
+    },
+    **{
+        f"scatter_{kind}_{mode}": (
+            lambda t, i, u, kind=kind, mode=mode: getattr(t.at[i], kind)(u, mode=mode),
+            (TABLE, BEYOND, reals(7, 4)),
+        )
+        for kind in ("add", "set", "min", "max", "multiply", "subtract")
+        for mode in ("drop", "clip")
+    },
+    "scatter_int": (lambda t, i, u: t.at[i].add(u), (TABLE.astype(np.int32), BEYOND, ints(7, 4))),
+    "scatter_columns": (lambda t, i, u: t.at[:, i].add(u), (TABLE, BEYOND % 4, reals(7, 7))),
+    "scatter_pairs": (lambda t, i, j, u: t.at[i, j].add(u), (TABLE, BEYOND, BEYOND % 5, reals(7))),
+    "scatter_slice": (lambda t, u: t.at[2:5].add(u), (TABLE, reals(3, 4))),
+    "scatter_batched": (lambda t, i: jax.vmap(lambda r, j: r.at[j].add(1.5))(t, i), (TABLE, BEYOND.reshape(7, 1) % 4)),
+    "embedding_gradient": (jax.grad(lambda t, i: (t[i] ** 2).sum()), (TABLE, WITHIN)),
+    "dynamic_slice": (lambda t, i: lax.dynamic_slice(t, (i, 0), (3, 4)), (TABLE, np.int32(5))),
+    "dynamic_index": (lambda t, i: lax.dynamic_index_in_dim(t, i, 1), (TABLE, np.int32(2))),
+    "dynamic_update_slice": (
+        lambda t, u, i: lax.dynamic_update_slice(t, u, (i, 0)),
+        (TABLE, TABLE[:3] * 2, np.int32(6)),
+    ),
+    **{
+        f"random_bits{width}": (
+            lambda key, width=width: jax.random.bits(key, (5, 3), f"uint{width}"),
+            (jax.random.key(3),),
+        )
+        for width in (8, 16, 32)
+    },
+    "random_normal": (lambda key: jax.random.normal(key, (7,)), (jax.random.key(5),)),
+    "random_keys": (
+        lambda keys: jax.vmap(lambda key: jax.random.uniform(key, (5, 2)))(keys),
+        (jax.random.split(jax.random.key(1), 3),),
+    ),
     "dot": (jnp.matmul, (X, reals(3, 4))),
     "dot_batch": (lambda x, y: jnp.einsum("bij,bjk->bik", x, y), (reals(2, 5, 3), reals(2, 3, 4))),
     "dot_int": (lambda x, y: lax.dot(x, y), (I, ints(3, 4))),

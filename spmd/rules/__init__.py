@@ -12,13 +12,20 @@ from typing import Final
 
 from collectives.jax_compat import JaxprEqn, Primitive, primitive
 from spmd.factors import Rule
-from spmd.rules import contraction, elementwise, movement, reduction
+from spmd.rules import contraction, elementwise, indexing, movement, random, reduction
 
 Maker = Callable[[JaxprEqn], Rule | None]
 
 RULES: Final[dict[Primitive, Maker]] = {
     found: maker
-    for table in (elementwise.TABLE, reduction.TABLE, movement.TABLE, contraction.TABLE)
+    for table in (
+        elementwise.TABLE,
+        reduction.TABLE,
+        movement.TABLE,
+        contraction.TABLE,
+        indexing.TABLE,
+        random.TABLE,
+    )
     for name, maker in table.items()
     if (found := primitive(name)) is not None
 }

@@ -225,6 +225,15 @@ def _iota(eqn: JaxprEqn) -> Rule | None:
     return Rule((), (_singles(len(shape)),), shape, local=local, flops=_size(eqn))
 
 
+def _bitcast(eqn: JaxprEqn) -> Rule:
+    """The bits as they are: to a narrower dtype with a new last dim, from one with the last dim gone; it stays whole."""
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    sizes = max(before, after, key=len)
+    whole = () if len(before) == len(after) else (len(sizes) - 1,)
+    dims = _singles(len(before)), _singles(len(after))
+    return Rule((dims[0],), (dims[1],), sizes, replicated=whole, flops=_size(eqn))
+
+
 def _device_put(eqn: JaxprEqn) -> Rule | None:
     """A copy; in a lowered program memory kinds and devices are the process's own."""
     if len(eqn.invars) != 1:
@@ -243,6 +252,7 @@ def _barrier(eqn: JaxprEqn) -> Rule | None:
 
 
 TABLE: Final[dict[str, Callable[[JaxprEqn], Rule | None]]] = {
+    "bitcast_convert_type": _bitcast,
     "broadcast_in_dim": _broadcast_in_dim,
     "concatenate": _concatenate,
     "device_put": _device_put,
