@@ -156,6 +156,7 @@ class Planner:
     def __init__(self, problem: Problem, wishes: Wishes, resplits: bool) -> None:
         self.problem, self.wishes, self.resplits = problem, wishes, resplits
         self.gathers = False
+        self.forced: list[str] = []
         self.jaxpr, self.mesh, self.machine = problem.jaxpr, problem.mesh, problem.machine
         self.axes = tuple(axis for axis, size in self.mesh.axes if size > 1)
         self.values: dict[Var, Versions] = {}
@@ -303,9 +304,12 @@ class Planner:
         wish = self.wishes.get(eqn.outvars[0])
         if wish is not None and is_widening(eqn) and set(wish.axes) < set(versions[0].primary.axes):
             return self.finish(eqn, rule, (wish,), (wish,))  # the uses want it gathered: before the cast it is smaller
+        self.forced = []
         found = layouts(rule, self.assign(rule, versions, eqn), self.mesh)
         assert found is not None, "an assignment that mixes parts was chosen"
-        return self.finish(eqn, rule, *found)
+        planned = self.finish(eqn, rule, *found)
+        self.split_again(eqn, planned.results, self.forced)
+        return planned
 
     def finish(
         self, eqn: JaxprEqn, rule: Rule | None, operands: tuple[Layout, ...], results: tuple[Layout, ...]
@@ -315,28 +319,25 @@ class Planner:
             self.require(atom, layout, f"operand {index} of {eqn.primitive} as {layout}")
         for var, layout in zip(eqn.outvars, results, strict=True):
             self.define(var, layout)
-            self.split_again(var, layout, eqn)
         return PlannedEqn(eqn, rule, operands, results, tuple(self.moves), rule is None)
 
-    def split_again(self, var: Var, layout: Layout, eqn: JaxprEqn) -> None:
-        """Let a result count as sharded over the axes along which its operands had to be gathered, if that is tried.
+    def split_again(self, eqn: JaxprEqn, results: Sequence[Layout], axes: Sequence[str]) -> None:
+        """Let results count as sharded over `axes`, along which an equation can only be computed whole, if that is tried.
 
         Otherwise all that follows a reshape whose boundaries do not line up would be computed on every rank.
         """
-        shape, split = var.aval.shape, layout
-        for axis in self.axes:
-            if axis in layout.axes:
-                continue
-            for atom in eqn.invars:
-                own = next(self.versions(atom).sharding).dim_of(axis)
-                dim = own if own is None or atom.aval.shape == shape else _evenest(split, shape, axis)
-                if dim is not None:
-                    split = split.with_dim(dim, (*split.dims[dim], axis))
-                    break
-        if split != layout:
-            self.gathers = True
-            if self.resplits:
-                self.values[var].resplit = split
+        for var, layout in zip(eqn.outvars, results, strict=True):
+            shape, split = var.aval.shape, layout
+            for axis in axes:
+                for atom in eqn.invars:
+                    own = next(self.versions(atom).sharding).dim_of(axis)
+                    dim = own if own is None or atom.aval.shape == shape else _evenest(split, shape, axis)
+                    if dim is not None:
+                        split = split.with_dim(dim, (*split.dims[dim], axis))
+                        break
+            if split != layout:
+                self.gathers = True
+                self.values[var].resplit = split if self.resplits else None
 
     def fallback(self, eqn: JaxprEqn) -> PlannedEqn:
         """Replicate the operands: right for every primitive without an effect."""
@@ -348,7 +349,9 @@ class Planner:
             )
         operands = tuple(Layout.replicated(self.mesh, np.ndim(atom.aval)) for atom in eqn.invars)
         results = tuple(Layout.replicated(self.mesh, len(var.aval.shape)) for var in eqn.outvars)
-        return self.finish(eqn, None, operands, results)
+        planned = self.finish(eqn, None, operands, results)
+        self.split_again(eqn, results, self.axes)
+        return planned
 
     def assign(self, rule: Rule, versions: list[Versions], eqn: JaxprEqn) -> Assignment:
         """Choose what each mesh axis does to an equation, outermost axis first."""
@@ -359,6 +362,8 @@ class Planner:
             touched = any(axis in layout.axes for value in versions for layout in (*value, *value.sharding))
             if touched or any(wish is not None and axis in wish.axes for wish in wishes):
                 candidates = list(self.candidates(rule, versions, axis, assignment, eqn))
+                if len(candidates) == 1:
+                    self.forced.append(axis)
                 keys = [self.rate(rule, candidate, versions, axis, tuple(decided), eqn) for candidate in candidates]
                 assignment = candidates[min(range(len(keys)), key=keys.__getitem__)]
         return assignment

@@ -416,8 +416,9 @@ def test_accumulators_of_every_kind_stay_in_parts() -> None:
         agree(total, [signed(4, 5, 3)], [COLUMNS], FEW, gradient=False)
 
 
-def test_slices_of_what_was_gathered_before_a_loop_stay_shared_work() -> None:
-    """A batch indexed in a loop is gathered once, before it; every rank computes on its rows, and the sum is reduced once."""
+def test_batches_indexed_in_a_loop() -> None:
+    """Each rank takes its rows, and the sum is reduced once. What must be gathered first is, once, before the loop; every rank
+    computes on rows of its own all the same."""
 
     def total(w: Any, batches: Any) -> Any:
         def body(i: Any, total: Any) -> Any:
@@ -426,7 +427,11 @@ def test_slices_of_what_was_gathered_before_a_loop_stay_shared_work() -> None:
 
         return lax.fori_loop(0, batches.shape[0], body, jnp.zeros_like(w))
 
-    program = lower(total, (WHOLE, COLUMNS), struct(256, 256), struct(8, 256, 256), fallback="allow")
-    program.check(all_gather=1, all_reduce=1)
-    assert {c.count for c in program.collectives} == {1}
-    agree(total, [signed(4, 3), signed(3, 5, 4)], [WHOLE, COLUMNS], FEW, gradient=False)
+    def sorted_rows(w: Any, batches: Any) -> Any:
+        return total(w, jnp.sort(batches, 1))
+
+    for f, gathers in ((total, 0), (sorted_rows, 1)):
+        program = lower(f, (WHOLE, COLUMNS), struct(256, 256), struct(8, 256, 256))
+        program.check(all_gather=gathers, all_reduce=1)
+        assert {c.count for c in program.collectives} == {1}
+        agree(f, [signed(4, 3), signed(3, 5, 4)], [WHOLE, COLUMNS], FEW, gradient=False)

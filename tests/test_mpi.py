@@ -100,7 +100,7 @@ def test_the_main_job_under_mpiexec(request: pytest.FixtureRequest) -> None:
             assert curve == pytest.approx(curves[dtype][0], rel=tolerance)
     accuracies = []
     for n in (1, 2, 3, 4):
-        done = mpiexec(n, "examples/train_digits.py", "--ranks", "1", "--epochs", "30", timeout=120)
+        done = mpiexec(n, "examples/train_digits.py", "--ranks", str(n), "--epochs", "30", timeout=120)
         assert done.returncode == 0, done.stderr[-3000:]
         accuracies.append(float(re.search(r"([\d.]+)% of 359", done.stdout).group(1)))  # type: ignore[union-attr]
     assert min(accuracies) >= 97

@@ -1,0 +1,223 @@
+"""What a transformer is made of, and the example: what each sends, without a fallback, and the same values as on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import load_example
+from jax import lax
+from oracle import agree
+
+import spmd
+from placements import Mesh, P, Shard
+
+S = Shard
+ONE, TWO = Mesh(tp=4), [Mesh(tp=2), Mesh(tp=3)]
+Counts = dict[str, int]
+
+
+def struct(*shape: int, dtype: Any = np.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def numbers(*shape: int) -> Any:
+    """Position-dependent, of both signs."""
+    return (np.sin(np.arange(np.prod(shape)) * 1.7) * 1.3).astype(np.float32).reshape(shape)
+
+
+def lower(function: Callable[..., Any], placements: Any, *args: Any, out: Any = None, mesh: Mesh = ONE) -> spmd.Program:
+    decorated = spmd.jit(function, mesh=mesh, in_placements=placements, out_placements=out, fallback="error")
+    return decorated.lower(*args)
+
+
+@pytest.mark.parametrize(
+    ("table", "tokens", "forward", "backward"),
+    [
+        (P(), P(tp=S(0)), {}, {"all_reduce": 1}),  # rows of the batch: one reduction of the table's gradient
+        (P(tp=S(0)), P(), {"all_reduce": 1}, {}),  # by vocabulary: parts of the looked-up rows; its gradient is local
+        (P(tp=S(1)), P(), {}, {}),  # by feature: nothing
+    ],
+    ids=["batch", "vocabulary", "feature"],
+)
+def test_embedding(table: P, tokens: P, forward: Counts, backward: Counts) -> None:
+    """A lookup, and its scatter gradient."""
+
+    def lookup(table: Any, tokens: Any) -> Any:
+        return table[tokens]
+
+    def gradient(table: Any, tokens: Any, cotangent: Any) -> Any:
+        return jax.vjp(lambda table: table[tokens], table)[1](cotangent)[0]
+
+    arguments = struct(5000, 64), struct(8, 16, dtype=np.int32)
+    lower(lookup, (table, tokens), *arguments).check(**forward)
+    rows = P(tp=S(0)) if tokens != P() else P(tp=S(2)) if table == P(tp=S(1)) else P()
+    lower(gradient, (table, tokens, rows), *arguments, struct(8, 16, 64), out=table).check(**backward)
+    ids = (np.arange(10) * 7 % 11).reshape(5, 2)
+    agree(lambda table, ids: jnp.sin(lookup(table, ids)), [numbers(11, 5), ids], [table, tokens], TWO)
+
+
+def attention(query: Any, key: Any, value: Any) -> Any:
+    """Causal attention of `[batch, position, head, size]`."""
+    scores = jnp.einsum("bqhk,bshk->bhqs", query, key) / np.sqrt(query.shape[-1])
+    causal = jnp.tril(jnp.ones((query.shape[1], key.shape[1]), bool))
+    return jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)), value)
+
+
+@pytest.mark.parametrize(
+    ("placements", "counts"),
+    [
+        ((P(tp=S(0)),) * 3, {}),  # batch
+        ((P(tp=S(2)),) * 3, {}),  # heads
+        ((P(tp=S(1)), P(), P()), {}),  # the queries' positions
+        ((P(tp=S(3)),) * 3, {"all_reduce": 1}),  # features: the scores are sums
+    ],
+    ids=["batch", "heads", "positions", "features"],
+)
+def test_attention(placements: tuple[P, ...], counts: Counts) -> None:
+    """Forward and backward, sharded on every dim; keys and values sharded by position are reduced, never wrong."""
+    lower(attention, placements, *[struct(4, 64, 8, 32)] * 3).check(**counts)
+    agree(
+        attention, [numbers(2, 5, 3, 4), numbers(2, 5, 3, 4)[::-1].copy(), numbers(2, 5, 3, 4) + 0.5], placements, TWO
+    )
+    agree(attention, [numbers(2, 5, 3, 4)] * 3, [P(), P(tp=S(1)), P(tp=S(1))], TWO)
+
+
+def layer_norm(x: Any, gain: Any, bias: Any) -> Any:
+    mean = x.mean(-1, keepdims=True)
+    return (x - mean) * lax.rsqrt(((x - mean) ** 2).mean(-1, keepdims=True) + 1e-6) * gain + bias
+
+
+def rms_norm(x: Any, gain: Any, bias: Any) -> Any:
+    return x * lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-6) * gain + bias
+
+
+def gelu(x: Any, gain: Any, bias: Any) -> Any:
+    return jax.nn.gelu(x * gain) + jax.nn.silu(x) * bias
+
+
+@pytest.mark.parametrize(("function", "sums"), [(layer_norm, 2), (rms_norm, 1), (gelu, 0)])
+def test_layers(function: Callable[..., Any], sums: int) -> None:
+    """Rows are local; features cost one number per row for each mean."""
+    for at, expected in ((P(tp=S(0)), 0), (P(tp=S(1)), 0), (P(tp=S(2)), sums)):
+        features = P(tp=S(0)) if at == P(tp=S(2)) else P()
+        program = lower(function, (at, features, features), struct(8, 16, 64), struct(64), struct(64))
+        program.check(all_reduce=expected)
+        agree(function, [numbers(2, 3, 7), numbers(7) + 2, numbers(7)], [at, features, features], TWO)
+
+
+def cross_entropy(logits: Any, labels: Any) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def test_cross_entropy_over_sharded_classes() -> None:
+    """No logits are gathered: a maximum, a sum and the label's own logit, one number per row each. C16: the gradient too."""
+    placements = P(tp=S(2)), P()
+    for function in (cross_entropy, jax.grad(cross_entropy)):
+        program = lower(function, placements, struct(8, 16, 5000), struct(8, 16, dtype=np.int32))
+        assert {c.name for c in program.collectives} == {"all_reduce"}
+        assert all(np.prod(c.shape) <= 8 * 16 for c in program.collectives)
+    labels = np.array([[1, 0, 6], [5, 3, 2]])
+    agree(lambda x: cross_entropy(x, labels), [numbers(2, 3, 7)], [P(tp=S(2))], TWO)
+    agree(lambda x: jax.nn.logsumexp(x, -1), [numbers(2, 3, 7)], [P(tp=S(2))], TWO)
+    tied = np.float32([[1, 3, 3, -2, 3], [0, 0, -1, 0, 0]])
+    agree(lambda x: x.max(1), [tied], [P(tp=S(1))], TWO)  # a tie shares the gradient, as in jnp
+
+
+def test_tied_embeddings_are_reduced_once() -> None:
+    """The table is the first layer and the last: the sum of both gradients is one reduction."""
+
+    def loss(table: Any, tokens: Any) -> Any:
+        return cross_entropy(jnp.tanh(table[tokens]) @ table.T, tokens)
+
+    lower(jax.grad(loss), (P(), P(tp=S(0))), struct(512, 64), struct(64, 16, dtype=np.int32)).check(all_reduce=1)
+    ids = (np.arange(10) * 7 % 11).reshape(5, 2)
+    agree(loss, [numbers(11, 5), ids], [P(), P(tp=S(0))], TWO)
+    agree(loss, [numbers(11, 5), ids], [P(tp=S(0)), P()], TWO)
+
+
+DISTRIBUTIONS: dict[str, Callable[[Any], Any]] = {
+    "normal": lambda key: jax.random.normal(key, (12, 10)),
+    "uniform": lambda key: jax.random.uniform(key, (12, 10), minval=-1),
+    "bernoulli": lambda key: jax.random.bernoulli(key, 0.3, (5, 7)),
+    "randint": lambda key: jax.random.randint(key, (5, 7), -3, 9),
+    "bits": lambda key: jax.random.bits(key, (5, 7), "uint16"),
+    "categorical": lambda key: jax.random.categorical(key, jnp.zeros((5, 4)), axis=-1),
+    "truncated_normal": lambda key: jax.random.truncated_normal(key, -1, 1, (5, 7)),
+    "exponential": lambda key: jax.random.exponential(key, (5, 7)),
+    "gumbel": lambda key: jax.random.gumbel(key, (5, 7)),
+    "laplace": lambda key: jax.random.laplace(key, (5, 7)),
+    "normal of split keys": lambda key: jax.vmap(lambda k: jax.random.normal(k, (4,)))(jax.random.split(key, 5)),
+}
+
+
+@pytest.mark.parametrize("name", sorted(DISTRIBUTIONS))
+def test_random_arrays_are_the_same_everywhere_d5(name: str) -> None:
+    """D5: one global array for every placement and rank count, typed keys and raw ones; each rank draws its shard alone."""
+    draw = DISTRIBUTIONS[name]
+    key, raw = jax.random.key(7), jax.random.PRNGKey(7)
+    expected = draw(key)
+    tolerance = 1e-6 if expected.dtype.kind == "f" else 0  # what follows the bits is compiled for other shapes
+
+    def same(mesh: Mesh, out: P, key: Any = key) -> None:
+        decorated = spmd.jit(draw, mesh=mesh, in_placements=P(), out_placements=out)
+        np.testing.assert_allclose(decorated(key).full(), expected, rtol=tolerance, atol=tolerance)
+        decorated.lower(key).check()
+
+    for n in (1, 2, 3, 4):
+        same(Mesh(a=n), P(a=S(0)))
+    same(Mesh(a=3), P())
+    same(Mesh(a=3), P(a=S(expected.ndim - 1)))
+    same(Mesh(a=2, b=2), P(a=S(0), b=S(0)))
+    same(Mesh(a=3), P(a=S(0)), raw)
+
+
+def test_each_rank_draws_its_shard() -> None:
+    """What is drawn for a sharded use is drawn in shards: dropout costs no rank the whole mask."""
+
+    def dropout(x: Any, key: Any) -> Any:
+        return jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x / 0.9, 0)
+
+    program = lower(dropout, (P(tp=S(0)), P()), struct(64, 64), jax.random.key(0))
+    program.check()
+    assert max(np.prod(v.aval.shape) for eqn in program.jaxpr().eqns for v in eqn.outvars) == 64 * 64 // 4
+    agree(lambda x: dropout(x, jax.random.key(3)), [numbers(7, 5)], [P(tp=S(0))], TWO)
+
+
+def test_the_example_sends_what_the_textbook_says() -> None:
+    """Two all_reduces over tp forward and two backward for each block, one over dp for each gradient and one of the loss."""
+    example = load_example("transformer")
+    text, vocabulary = example.load()
+    params = example.initial_params(vocabulary)
+    state = jax.eval_shape(example.OPTIMIZER.init, params)
+    tokens = next(example.batches(text, 16, 1))
+    program = example.parallelize(Mesh(dp=2, tp=2), params).step.lower(params, state, tokens)
+    assert program.fallbacks == ()
+    inside = [c for c in program.collectives if c.count == example.LAYERS]
+    assert [(c.name, c.axes, c.shape) for c in inside] == [("all_reduce", ("tp",), (16, 64, 64))] * 4
+    over_dp = [c for c in program.collectives if "dp" in c.axes]
+    assert sorted(c.shape for c in over_dp) == sorted([(), *(leaf.shape for leaf in params.values())])
+    assert {(c.name, c.count) for c in over_dp} == {("all_reduce", 1)}
+    assert len({c.message for c in over_dp}) <= 4
+    outside = [c for c in program.collectives if c not in inside and c not in over_dp]
+    assert (
+        len(outside) <= 5
+    )  # the table or what it gives, and the loss: a maximum, a sum, the label's logit, the cotangent
+
+
+@pytest.mark.parametrize("mesh", [Mesh(dp=1, tp=3), pytest.param(Mesh(dp=2, tp=2), marks=pytest.mark.slow)], ids=str)
+def test_the_example_trains_as_on_one_rank(mesh: Mesh) -> None:
+    """The first losses, on ranks that divide neither heads, batch nor vocabulary, and that divide them."""
+    example = load_example("transformer")
+    text, vocabulary = example.load()
+    params = example.initial_params(vocabulary)
+    state, step, expected = example.OPTIMIZER.init(params), jax.jit(example.step), []
+    for tokens in example.batches(text, 5, 4):
+        params, state, value = step(params, state, tokens)
+        expected.append(float(value))
+    np.testing.assert_allclose(example.train(mesh, 4, 5, quiet=True), expected, rtol=1e-4)
