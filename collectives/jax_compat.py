@@ -174,6 +174,11 @@ def raw_bytes(value: Any) -> bytes:
     return np.ascontiguousarray(jax.random.key_data(value) if keys else value).tobytes()
 
 
+def shaped_like(aval: Any, shape: tuple[int, ...]) -> Any:
+    """The aval of the same kind of array with another shape."""
+    return aval.update(shape=shape)
+
+
 def as_weak(value: Any) -> Any:
     """The same array with a weak type."""
     return _lax._convert_element_type(value, value.dtype, weak_type=True)

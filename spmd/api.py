@@ -33,6 +33,7 @@ from spmd.propagate import plan
 from spmd.signature import Signature, read_signature
 from spmd.trace import constrain, is_large, trace, tracing_mesh
 from spmd.validate import valid_layout, valid_merge
+from spmd.views import without_joins
 
 Fallbacks = Literal["warn", "error", "allow"]
 Redistribution = Literal["error", "allow"]
@@ -226,7 +227,8 @@ class SpmdFunction:
             where = f"{leaf.path} of shape {tuple(leaf.aval.shape)}"
             is_number = isinstance(leaf.value, (bool, int, float, complex))
             hint = " A list is a pytree of numbers; for an array pass np.asarray of it." if is_number else ""
-            raise type(error)(f"{self.signature.name}: {where}, stated as {placements!r}: {error}{hint}") from error
+            what = str(error).removeprefix(f"{placements!r}: ")
+            raise type(error)(f"{self.signature.name}: {where}, stated as {placements!r}: {what}{hint}") from error
 
     def _make(
         self, bound: inspect.BoundArguments, leaves: list[PlacedLeaf], mesh: Mesh, at: Coordinate | None
@@ -247,7 +249,7 @@ class SpmdFunction:
         def is_hidden(value: Any) -> bool:
             return isinstance(value, DArray) or is_large(value)
 
-        jaxpr = trace(flat, [as_struct(leaf.aval) for leaf in leaves], mesh, is_hidden)
+        jaxpr = without_joins(trace(flat, [as_struct(leaf.aval) for leaf in leaves], mesh, is_hidden))
         treedef = trees[-1]
         skeleton = jax.tree.unflatten(treedef, [atom.aval for atom in jaxpr.outputs])
         stated = self._result_placements(skeleton, mesh)

@@ -34,11 +34,11 @@ PARAMS = {"w": X}
 BAD_CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown axis": (
         lambda: stated(P(pp=Shard(0)))(PARAMS, X),
-        "f: params['w'] of shape (5, 4), stated as P(pp=S(0)): P(pp=S(0)): axis 'pp' is not on Mesh(dp=2, tp=2); its axes are dp, tp.",
+        "f: params['w'] of shape (5, 4), stated as P(pp=S(0)): axis 'pp' is not on Mesh(dp=2, tp=2); its axes are dp, tp.",
     ),
     "dim out of range": (
         lambda: stated(P(dp=Shard(2)))(PARAMS, X),
-        "f: params['w'] of shape (5, 4), stated as P(dp=S(2)): P(dp=S(2)): dim 2 is out of range for an array with 2 dims (-2 to 1).",
+        "f: params['w'] of shape (5, 4), stated as P(dp=S(2)): dim 2 is out of range for an array with 2 dims (-2 to 1).",
     ),
     "axis twice": (
         lambda: stated(P(Shard(0), Shard(1), Shard(0)))(PARAMS, X),
@@ -47,7 +47,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "0-d leaf": (
         lambda: stated(P(dp=Shard(0)))({"w": 1.0}, X),
-        "f: params['w'] of shape (), stated as P(dp=S(0)): P(dp=S(0)): a 0-d array has no dim to shard. Use Replicate().",
+        "f: params['w'] of shape (), stated as P(dp=S(0)): a 0-d array has no dim to shard. Use Replicate().",
     ),
     "prefix that does not fit": (
         lambda: jit(in_placements=({"w": P(), "b": P()}, P()))(PARAMS, X),
@@ -71,7 +71,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a list of numbers": (
         lambda: jit(in_placements=(P(), P(dp=Shard(0))))(PARAMS, [1.0, 2.0]),
-        "f: x[0] of shape (), stated as P(dp=S(0)): P(dp=S(0)): a 0-d array has no dim to shard. Use Replicate(). "
+        "f: x[0] of shape (), stated as P(dp=S(0)): a 0-d array has no dim to shard. Use Replicate(). "
         "A list is a pytree of numbers; for an array pass np.asarray of it.",
     ),
     "too many entries": (
@@ -118,7 +118,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "parts of bool": (
         lambda: jit(in_placements=(None, P(dp=Partial())))(PARAMS, X > 0),
-        "f: x of shape (5, 4), stated as P(dp=sum): P(dp=sum): the sum of bool is not defined. "
+        "f: x of shape (5, 4), stated as P(dp=sum): the sum of bool is not defined. "
         "Use Partial('or') or Partial('and'), or cast to an integer.",
     ),
     "no array": (
@@ -127,7 +127,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a result out of range": (
         lambda: jit(out_placements=P(dp=Shard(3)))(PARAMS, X),
-        "f: result of shape (5, 4), stated as P(dp=S(3)): P(dp=S(3)): dim 3 is out of range for an array with 2 dims (-2 to 1).",
+        "f: result of shape (5, 4), stated as P(dp=S(3)): dim 3 is out of range for an array with 2 dims (-2 to 1).",
     ),
     "a missing argument": (lambda: jit()(PARAMS), "f: missing a required argument: 'x'"),
     "an unknown option": (

@@ -221,3 +221,47 @@ def test_the_example_trains_as_on_one_rank(mesh: Mesh) -> None:
         params, state, value = step(params, state, tokens)
         expected.append(float(value))
     np.testing.assert_allclose(example.train(mesh, 4, 5, quiet=True), expected, rtol=1e-4)
+
+
+def flat_mlp(x: Any, into: Any, out: Any) -> Any:
+    """Rows of `[batch, position, width]` as one dim, as layers of other libraries have them."""
+    rows = x.reshape(-1, x.shape[-1])
+    return (jnp.tanh(rows @ into) @ out).reshape(x.shape)
+
+
+def test_joined_dims_stay_sharded() -> None:
+    """`[B, S, D]` with S sharded, `reshape(-1, D)`, layers, and back: nothing moves; one reduction for each gradient."""
+    args = struct(8, 64, 32), struct(32, 48), struct(48, 32)
+    for at in (P(tp=S(0)), P(tp=S(1))):
+        lower(flat_mlp, (at, P(), P()), *args).check()
+        gradient = jax.grad(lambda x, into, out: jnp.sum(flat_mlp(x, into, out) ** 2), (1, 2))
+        lower(gradient, (at, P(), P()), *args).check(all_reduce=2)
+    for at in (P(tp=S(0)), P(tp=S(1)), P(tp=S(2))):
+        agree(flat_mlp, [numbers(3, 5, 4), numbers(4, 6), numbers(6, 4)], [at, P(), P()], [*TWO, Mesh(tp=4)])
+
+
+JOINED: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda x: x.reshape(-1, 4),
+    "all of it": lambda x: x.reshape(-1),
+    "reductions": lambda x: (x.reshape(-1, 4).sum(0), x.reshape(-1, 4).max(1), x.reshape(3, -1).mean()),
+    "sorted": lambda x: jnp.sort(x.reshape(-1, 4), 0),
+    "a part": lambda x: x.reshape(-1, 4)[2:9] * 2,
+    "with itself": lambda x: x.reshape(-1, 4) * x.reshape(-1, 4)[:1] + x.reshape(-1, 4),
+    "transposed": lambda x: x.reshape(-1, 4).T @ x.reshape(-1, 4),
+    "rows by rows": lambda x: x.reshape(-1, 4) @ x.reshape(-1, 4).T,
+    "batched": lambda x: jnp.einsum("rk,rk->r", x.reshape(-1, 4), jnp.sin(x.reshape(-1, 4))).reshape(3, 5),
+    "taken apart otherwise": lambda x: jnp.tanh(x.reshape(-1, 4)).reshape(5, 3, 2, 2),
+    "through a stretched row": lambda x: jnp.broadcast_to(x.reshape(-1, 4)[None], (2, 15, 4)).sum(1),
+    "in a loop": lambda x: lax.scan(
+        lambda h, _: (jnp.sin(h.reshape(-1, 4)).reshape(h.shape), h.reshape(-1).sum()), x, length=2
+    ),
+    "where": lambda x: jnp.where(x.reshape(-1, 4) > 0, x.reshape(-1, 4), 0.5),
+    "nothing": lambda x: x[:0].reshape(-1, 4).sum(0),
+}
+
+
+@pytest.mark.parametrize("name", sorted(JOINED))
+def test_joined_dims(name: str) -> None:
+    """Whatever is done to a joined value, sharded on either dim: the same values, and gradients."""
+    for at in (P(tp=S(0)), P(tp=S(1))):
+        agree(JOINED[name], [numbers(3, 5, 4)], [at], TWO)

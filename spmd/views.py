@@ -1,0 +1,250 @@
+"""Reshapes that join dims, put off to where the joined dim itself is needed.
+
+`x.reshape(-1, d) @ w` computes on rows that are pairs of a batch and a position. A shard of positions is no chunk of such rows;
+of the array as it was it is a chunk of a dim. So a value that a reshape joined is kept as it was, and what layers do to it is
+done to that: elementwise functions, products, reductions, transpositions. The reshape comes back where something else asks
+for the joined dim, and vanishes where another takes it apart again. The same numbers in the same order; nothing is moved for
+the reshape itself, whatever the sizes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
+from typing import Any, Final
+
+from collectives.jax_compat import Atom, JaxprEqn, Literal, Primitive, Var, primitive, shaped_like
+from spmd.rules import elementwise
+from spmd.rules.movement import factorize
+from spmd.trace import GlobalJaxpr
+
+Groups = tuple[tuple[int, ...], ...]
+"""Per dim of a joined value the dims of the one that it was made of, in order: all of them, each once."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class View:
+    """A value as a reshape that joins dims of another."""
+
+    of: Atom
+    groups: Groups
+
+    def dims(self, dims: Sequence[int]) -> tuple[int, ...]:
+        """The dims behind some dims."""
+        return tuple(inner for dim in dims for inner in self.groups[dim])
+
+    def sizes(self, dim: int) -> tuple[int, ...]:
+        """The sizes behind a dim."""
+        return tuple(self.of.aval.shape[inner] for inner in self.groups[dim])
+
+
+def without_joins(jaxpr: GlobalJaxpr) -> GlobalJaxpr:
+    """The same computation with reshapes that join dims put off; in bodies too."""
+    return _Pass(jaxpr).run()
+
+
+class _Pass:
+    """One pass over the equations of a jaxpr."""
+
+    def __init__(self, jaxpr: GlobalJaxpr) -> None:
+        self.jaxpr = jaxpr
+        self.views: dict[Var, View] = {}
+        self.same: dict[Var, Atom] = {}
+        self.eqns: list[JaxprEqn] = []
+        self.callers = dict(jaxpr.callers)
+        self.made: dict[Var, Var] = {}
+        self.joins: dict[Var, JaxprEqn] = {}
+
+    def run(self) -> GlobalJaxpr:
+        """The new jaxpr."""
+        for eqn in self.jaxpr.eqns:
+            self.visit(eqn)
+        outputs = tuple(map(self.whole, self.jaxpr.outputs))
+        needed = {id(atom) for atom in outputs}
+        kept = []
+        for eqn in reversed(self.eqns):
+            if eqn.effects or any(id(var) in needed for var in eqn.outvars):
+                kept.append(eqn)
+                needed.update(id(atom) for atom in eqn.invars)
+        callers = MappingProxyType(self.callers)
+        return dataclasses.replace(self.jaxpr, eqns=tuple(kept[::-1]), outputs=outputs, callers=callers)
+
+    def visit(self, eqn: JaxprEqn) -> None:
+        """Emit one equation, on the values behind the joined ones where that is possible."""
+        if "bodies" in eqn.params:
+            bodies = tuple(map(without_joins, eqn.params["bodies"]))
+            eqn = eqn.replace(params={**eqn.params, "bodies": bodies})
+        operands = [self.same.get(atom, atom) if not isinstance(atom, Literal) else atom for atom in eqn.invars]
+        eqn = eqn.replace(invars=operands)
+        plain = eqn.primitive.name == "reshape" and len(operands) == 1 and eqn.params.get("dimensions") is None
+        if plain and not isinstance(operands[0], Literal):
+            self.reshape(eqn, operands[0])
+            return
+        views = [self.views.get(atom) if not isinstance(atom, Literal) else None for atom in operands]
+        expand = EXPAND.get(eqn.primitive)
+        found = expand(eqn, views) if expand is not None and any(views) and not eqn.effects else None
+        if found is None:
+            self.eqns.append(eqn.replace(invars=list(map(self.whole, operands))))
+            return
+        params, shape, groups = found
+        inner = [view.of if view is not None else atom for view, atom in zip(views, operands, strict=True)]
+        (result,) = eqn.outvars
+        var = Var(shaped_like(result.aval, shape))
+        self.emit(eqn, inner, var, params, result)
+        if all(len(group) == 1 for group in groups):
+            self.same[result] = var
+        else:
+            self.views[result] = View(var, groups)
+            self.joins[result] = eqn
+
+    def reshape(self, eqn: JaxprEqn, operand: Var) -> None:
+        """A reshape of a joined value is one of what is behind it; one that joins whole dims is put off."""
+        view, (result,) = self.views.get(operand), eqn.outvars
+        source = operand if view is None else view.of
+        before, after = source.aval.shape, result.aval.shape
+        if before == after:
+            self.same[result] = source
+            return
+        groups = _joined(before, after)
+        if groups is not None:
+            self.views[result] = View(source, groups)
+            self.joins[result] = eqn
+        else:
+            self.eqns.append(eqn.replace(invars=[source]))
+
+    def whole(self, atom: Atom) -> Atom:
+        """A value as itself: a joined one by the reshape that was put off."""
+        if isinstance(atom, Literal):
+            return atom
+        atom = self.same.get(atom, atom)
+        view = self.views.get(atom) if not isinstance(atom, Literal) else None
+        if view is None or isinstance(atom, Literal):
+            return atom
+        if atom not in self.made:
+            var = self.made[atom] = Var(atom.aval)
+            reshape = primitive("reshape")
+            assert reshape is not None
+            params = {"new_sizes": atom.aval.shape, "dimensions": None, "sharding": None}
+            self.emit(self.joins[atom].replace(primitive=reshape), [view.of], var, params, atom)
+        return self.made[atom]
+
+    def emit(self, eqn: JaxprEqn, operands: list[Atom], var: Var, params: dict[str, Any], result: Var) -> None:
+        """Append an equation with another result, which has the callers of the old one."""
+        self.eqns.append(eqn.replace(invars=operands, outvars=[var], params=params))
+        if result in self.callers:
+            self.callers[var] = self.callers[result]
+
+
+def _joined(before: tuple[int, ...], after: tuple[int, ...]) -> Groups | None:
+    """The dims that each dim of `after` joins, where a reshape joins at least two that matter and takes none apart."""
+    inner, outer, _, replicated = factorize(before, after)
+    if replicated or 0 in before or any(len(factors) > 1 for factors in inner):
+        return None
+    of_factor = {factors[0]: dim for dim, factors in enumerate(inner) if factors}
+    ones = [dim for dim, factors in enumerate(inner) if not factors]
+    if ones or not all(outer) or all(len(factors) == 1 for factors in outer):
+        return None  # size-1 dims belong nowhere
+    return tuple(tuple(of_factor[factor] for factor in factors) for factors in outer)
+
+
+Expanded = tuple[dict[str, Any], tuple[int, ...], Groups]
+"""The parameters, the shape of the result, and its groups, on the values behind the joined ones."""
+
+
+def _elementwise(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
+    """All operands but scalars are joined alike."""
+    (result,) = eqn.outvars
+    for atom, view in zip(eqn.invars, views, strict=True):
+        if view is None and atom.aval.shape != ():
+            return None
+        if view is not None and atom.aval.shape != result.aval.shape:
+            return None
+    found = [view for view in views if view is not None]
+    shapes = {(view.groups, view.of.aval.shape) for view in found}
+    if len(shapes) != 1:
+        return None
+    return dict(eqn.params), found[0].of.aval.shape, found[0].groups
+
+
+def _one_to_one(shape: tuple[int, ...]) -> View:
+    """A value that is not joined, as a view of itself: only its sizes and groups are asked for."""
+    return View(_Shape(shape), tuple((dim,) for dim in range(len(shape))))
+
+
+class _Shape:
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.aval = self
+        self.shape = shape
+
+
+def _dot_general(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
+    """Dims that are contracted or batched are joined alike on both sides; the others as they like."""
+    (contract, batch), both = eqn.params["dimension_numbers"], []
+    for atom, view in zip(eqn.invars, views, strict=True):
+        both.append(_one_to_one(atom.aval.shape) if view is None else view)
+    left, right = both
+    for ours, theirs in ((contract[0], contract[1]), (batch[0], batch[1])):
+        if any(left.sizes(a) != right.sizes(b) for a, b in zip(ours, theirs, strict=True)):
+            return None
+    numbers = tuple(tuple(view.dims(dims) for view, dims in zip(both, pair, strict=True)) for pair in (contract, batch))
+    kept = [left.sizes(dim) for dim in batch[0]]
+    for view, used in ((left, (*contract[0], *batch[0])), (right, (*contract[1], *batch[1]))):
+        kept += [view.sizes(dim) for dim in range(len(view.groups)) if dim not in used]
+    return {**eqn.params, "dimension_numbers": numbers}, tuple(itertools.chain(*kept)), _groups(kept)
+
+
+def _groups(kept: Sequence[Sequence[int]]) -> Groups:
+    """Groups of consecutive dims, of these lengths."""
+    counter = itertools.count()
+    return tuple(tuple(next(counter) for _ in sizes) for sizes in kept)
+
+
+def _reduce(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
+    (view,) = views
+    assert view is not None
+    axes = eqn.params["axes"]
+    kept = [view.sizes(dim) for dim in range(len(view.groups)) if dim not in axes]
+    return {**eqn.params, "axes": view.dims(axes)}, tuple(itertools.chain(*kept)), _groups(kept)
+
+
+def _transpose(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
+    (view,) = views
+    assert view is not None
+    permutation = eqn.params["permutation"]
+    kept = [view.sizes(dim) for dim in permutation]
+    return {**eqn.params, "permutation": view.dims(permutation)}, tuple(itertools.chain(*kept)), _groups(kept)
+
+
+def _broadcast_in_dim(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
+    """Where no joined dim is stretched."""
+    (view, *rest), (atom, *_) = views, eqn.invars
+    if rest or view is None:
+        return None
+    shape, to = eqn.params["shape"], eqn.params["broadcast_dimensions"]
+    at = {dim: index for index, dim in enumerate(to)}
+    if any(len(view.groups[i]) > 1 and atom.aval.shape[i] != shape[dim] for dim, i in at.items()):
+        return None
+    kept = [
+        view.sizes(at[dim]) if dim in at and len(view.groups[at[dim]]) > 1 else (size,)
+        for dim, size in enumerate(shape)
+    ]
+    groups, sizes = _groups(kept), tuple(itertools.chain(*kept))
+    dims = tuple(inner for dim in to for inner in groups[dim])
+    return {**eqn.params, "shape": sizes, "broadcast_dimensions": dims}, sizes, groups
+
+
+EXPAND: Final[dict[Primitive, Callable[[JaxprEqn, Sequence[View | None]], Expanded | None]]] = {
+    found: maker
+    for name, maker in {
+        **dict.fromkeys(elementwise.TABLE, _elementwise),
+        "optimization_barrier": _elementwise,
+        "broadcast_in_dim": _broadcast_in_dim,
+        "dot_general": _dot_general,
+        **{f"reduce_{op}": _reduce for op in ("and", "max", "min", "or", "prod", "sum", "xor")},
+        "transpose": _transpose,
+    }.items()
+    if (found := primitive(name)) is not None
+}
+"""How an equation is done to the values behind joined ones. Others get the joined value."""
