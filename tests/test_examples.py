@@ -24,10 +24,18 @@ def plain_losses(digits, dtype: str) -> list[float]:
 
 
 CURVES = [
-    *(("dp", dtype, ranks) for dtype in ("float64", "float32") for ranks in (1, 3, 4)),
-    *((kind, "float64", 3) for kind in ("fsdp", "tp", "fsdp_tp")),
+    *((kind, "float64", 3) for kind in ("dp", "fsdp", "tp")),
     *((kind, "float64", 4) for kind in ("zero1", "dp_tp", "fsdp_tp")),
-    ("fsdp_tp", "float32", 4),
+    ("dp", "float32", 4),
+    *(
+        pytest.param(*curve, marks=pytest.mark.slow)
+        for curve in (
+            *(("dp", "float64", ranks) for ranks in (1, 4)),
+            *(("dp", "float32", ranks) for ranks in (1, 3)),
+            ("fsdp_tp", "float64", 3),
+            ("fsdp_tp", "float32", 4),
+        )
+    ),
 ]
 
 

@@ -75,6 +75,7 @@ def test_scan_over_layers(placements: Any) -> None:
     agree(both, [*WS, X], [*weights, placements[1]], meshes, compiled=True)
 
 
+@pytest.mark.slow
 def test_scan_on_two_axes() -> None:
     """Data- and tensor-parallel at once, in both orders."""
 
@@ -394,7 +395,7 @@ def test_what_a_loop_does_not_change_is_communicated_before_it() -> None:
     gathers = [c for c in lower(condition, (ROWS, WHOLE), w, x, fallback="allow").collectives if c.shape == (64, 64)]
     assert [c.count for c in gathers] == [1]
     for f in (lambda h, w: jnp.tanh(h @ (w.T @ w)), lambda h, w: jax.checkpoint(lambda h: jnp.tanh(h @ (w * 0.5)))(h)):
-        agree(repeat(f), [0.2 * signed(5, 5), signed(7, 5)], [ROWS, ROWS], FEW)
+        agree(repeat(f), [0.2 * signed(5, 5), signed(7, 5)], [ROWS, ROWS], FEW[:1])
 
 
 def test_accumulators_of_every_kind_stay_in_parts() -> None:
