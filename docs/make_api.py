@@ -15,7 +15,8 @@ import spmd.testing
 PAGE = Path(__file__).parent / "api.md"
 PACKAGES = {
     placements: placements.__all__,
-    spmd: spmd.__all__,
+    spmd: [name for name in spmd.__all__ if name != "random"],
+    spmd.random: spmd.random.__all__,
     collectives: collectives.__all__,
     spmd.testing: ["check_rule"],
 }

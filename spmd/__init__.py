@@ -13,6 +13,7 @@ print(mean.lower(x))    # the Program: every collective, before it runs
 float(mean(x))          # run on every rank of the mesh
 """
 
+from spmd import random
 from spmd.api import SpmdFunction, jit
 from spmd.array import DArray
 from spmd.current import current_mesh, set_mesh, use_mesh
@@ -62,6 +63,7 @@ __all__ = [
     "jvp",
     "ones",
     "placements_like",
+    "random",
     "set_mesh",
     "use_mesh",
     "value_and_grad",

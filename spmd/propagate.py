@@ -43,6 +43,12 @@ CARRIES_ZERO: Final = frozenset({"broadcast_in_dim", "convert_element_type", "co
 """What makes zeros of zeros."""
 
 
+REMEDY: Final = dict.fromkeys(
+    ("slice", "split"), ", as it is cut along a sharded dim: give what is cut a dim of its own"
+)
+"""What a Program says, beside the reason, of operands that are gathered for an equation."""
+
+
 @dataclass(slots=True)
 class Versions:
     """The layouts in which a value is available: that of its producer first, then those that moves yielded.
@@ -301,8 +307,14 @@ class Planner:
         if rule is None:
             return self.fallback(eqn)
         versions = [self.versions(atom) for atom in eqn.invars]
-        wish = self.wishes.get(eqn.outvars[0])
-        if wish is not None and is_widening(eqn) and set(wish.axes) < set(versions[0].primary.axes):
+        wish, made = self.wishes.get(eqn.outvars[0]), versions[0].primary if versions else None
+        if (
+            wish is not None
+            and made is not None
+            and is_widening(eqn)
+            and not made.partial
+            and set(wish.axes) < set(made.axes)
+        ):
             return self.finish(eqn, rule, (wish,), (wish,))  # the uses want it gathered: before the cast it is smaller
         self.forced = []
         found = layouts(rule, self.assign(rule, versions, eqn), self.mesh)
@@ -315,8 +327,11 @@ class Planner:
         self, eqn: JaxprEqn, rule: Rule | None, operands: tuple[Layout, ...], results: tuple[Layout, ...]
     ) -> PlannedEqn:
         """Bring the operands to their layouts, and define the results."""
+        hint = REMEDY.get(eqn.primitive.name, "")
         for index, (atom, layout) in enumerate(zip(eqn.invars, operands, strict=True)):
-            self.require(atom, layout, f"operand {index} of {eqn.primitive} as {layout}")
+            made = self.versions(atom).primary
+            moved = any(made.dim_of(axis) not in (None, layout.dim_of(axis)) for axis in made.axes)
+            self.require(atom, layout, f"operand {index} of {eqn.primitive} as {layout}{hint * moved}")
         for var, layout in zip(eqn.outvars, results, strict=True):
             self.define(var, layout)
         return PlannedEqn(eqn, rule, operands, results, tuple(self.moves), rule is None)

@@ -325,6 +325,11 @@ def test_half_precision_weights_are_gathered_as_such() -> None:
     program = spmd.jit(apply, mesh=ONE, in_placements=(P(dp=S(1)), P(dp=S(0)))).lower(half, struct(512, 256))
     program.check(all_gather=1)
     assert {c.dtype for c in program.collectives} == {"bfloat16"}
+    wide = spmd.jit(lambda x, w: (x @ w).astype(jnp.float32), mesh=ONE, in_placements=(P(dp=S(1)), P(dp=S(0))))
+    (reduction,) = wide.lower(
+        half.update(shape=(256, 256)), half.update(shape=(256, 256))
+    ).collectives  # parts are cast first: what is reduced is not rounded to 16 bits
+    assert reduction.reason == "result leaves as P()"
     ws = numbers(2, 5, 5).astype(jnp.bfloat16)
     agree(apply, [ws, numbers(7, 5)], (P(dp=S(1)), P(dp=S(0))), [Mesh(dp=3)], gradient=False)
 
