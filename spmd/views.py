@@ -168,23 +168,15 @@ def _elementwise(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None
     return dict(eqn.params), found[0].of.aval.shape, found[0].groups
 
 
-def _one_to_one(shape: tuple[int, ...]) -> View:
-    """A value that is not joined, as a view of itself: only its sizes and groups are asked for."""
-    return View(_Shape(shape), tuple((dim,) for dim in range(len(shape))))
-
-
-class _Shape:
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.aval = self
-        self.shape = shape
+def _as_view(atom: Atom, view: View | None) -> View:
+    """A value that is not joined, as a view of itself."""
+    return view or View(atom, tuple((dim,) for dim in range(len(atom.aval.shape))))
 
 
 def _dot_general(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
     """Dims that are contracted or batched are joined alike on both sides; the others as they like."""
-    (contract, batch), both = eqn.params["dimension_numbers"], []
-    for atom, view in zip(eqn.invars, views, strict=True):
-        both.append(_one_to_one(atom.aval.shape) if view is None else view)
-    left, right = both
+    contract, batch = eqn.params["dimension_numbers"]
+    both = left, right = [_as_view(atom, view) for atom, view in zip(eqn.invars, views, strict=True)]
     for ours, theirs in ((contract[0], contract[1]), (batch[0], batch[1])):
         if any(left.sizes(a) != right.sizes(b) for a, b in zip(ours, theirs, strict=True)):
             return None

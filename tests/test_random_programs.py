@@ -66,6 +66,46 @@ def _branch(draw: Draw, pool: list[Any], x: Any) -> Any:
     return lax.cond(jnp.sum(x**2) > 3, lambda v: v * 2 - 1, lambda v: v.sum() / 16 - v, x)
 
 
+def _joined(draw: Draw, pool: list[Any], x: Any) -> Any:
+    """Layers on rows that a reshape joins; the rows themselves are used too."""
+    pairs = jnp.stack([x, 0.5 - x], draw.randrange(x.ndim + 1))
+    rows = pairs.reshape(-1, pairs.shape[-1])
+    return (jnp.sin(rows @ (rows.T @ rows) / 16) + rows[:1]).reshape(pairs.shape).sum(0) + jnp.cumsum(rows, 0)[
+        -1
+    ].sum() / 16
+
+
+def _taken(x: Any, dim: int) -> Any:
+    return jnp.take(x, (jnp.arange(x.shape[dim] + 1) * 3) % max(x.shape[dim], 1), axis=dim)
+
+
+def _sorted(x: Any, dim: int) -> Any:
+    """Indices that depend on the data."""
+    return jnp.take_along_axis(x, jnp.argsort(x, axis=dim), axis=dim)
+
+
+def _scattered(x: Any, dim: int) -> Any:
+    rows = jnp.moveaxis(x, dim, 0)
+    at = (jnp.arange(rows.shape[0]) * 2) % max(rows.shape[0], 1)
+    return rows.at[at].add(0.5 * jnp.cos(rows)).at[at[:2]].max(rows[:2])
+
+
+def _difference(x: Any, dim: int) -> Any:
+    """A carry that is subtracted from, and one that a maximum is taken of."""
+    rows = jnp.moveaxis(x, dim, 0)
+    init = jnp.ones(rows.shape[1:]), jnp.zeros(rows.shape[1:])
+    low, high = lax.scan(lambda c, row: ((c[0] - row / 4, jnp.maximum(c[1], row)), None), init, rows)[0]
+    return low + high
+
+
+def _halved(draw: Draw, pool: list[Any], x: Any) -> Any:
+    """A loop of its own for every row; no gradient leads through it."""
+    if x.ndim == 0:
+        return x
+    rows = lax.stop_gradient(x)
+    return x + jax.vmap(lambda row: lax.while_loop(lambda v: jnp.sum(v**2) > 2, lambda v: v / 2, row))(rows)
+
+
 OPERATIONS: tuple[Callable[[Draw, list[Any], Any], Any], ...] = (
     lambda draw, pool, x: jnp.tanh(x),
     _add,
@@ -83,6 +123,15 @@ OPERATIONS: tuple[Callable[[Draw, list[Any], Any], Any], ...] = (
     _accumulate,
     _power,
     _branch,
+    _halved,
+    lambda draw, pool, x: x + jax.random.normal(jax.random.key(3), x.shape) / 2,
+    lambda draw, pool, x: x[1:] if x.ndim else x,
+    lambda draw, pool, x: _joined(draw, pool, x) if x.ndim == 2 else x,
+    _along(_taken),
+    _along(_sorted),
+    _along(_scattered),
+    _along(_difference),
+    _along(lambda x, dim: lax.dynamic_index_in_dim(x, x.shape[dim] // 2, dim, keepdims=False)),
 )
 
 
