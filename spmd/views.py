@@ -56,6 +56,7 @@ class _Pass:
         self.callers = dict(jaxpr.callers)
         self.made: dict[Var, Var] = {}
         self.joins: dict[Var, JaxprEqn] = {}
+        self.makers: dict[Var, JaxprEqn] = {}
 
     def run(self) -> GlobalJaxpr:
         """The new jaxpr."""
@@ -84,12 +85,19 @@ class _Pass:
             return
         views = [self.views.get(atom) if not isinstance(atom, Literal) else None for atom in operands]
         expand = EXPAND.get(eqn.primitive)
-        found = expand(eqn, views) if expand is not None and any(views) and not eqn.effects else None
-        if found is None:
-            self.eqns.append(eqn.replace(invars=list(map(self.whole, operands))))
+        usable = expand is not None and any(views) and not eqn.effects
+        inner: list[Atom] | None = [
+            atom if view is None else view.of for atom, view in zip(operands, views, strict=True)
+        ]
+        if usable and expand is _elementwise:
+            inner = self.stretched(eqn, views)
+        found = expand(eqn, views) if usable and expand is not None and inner is not None else None
+        if found is None or inner is None:
+            whole = eqn.replace(invars=list(map(self.whole, operands)))
+            self.makers.update(dict.fromkeys(eqn.outvars, whole))
+            self.eqns.append(whole)
             return
         params, shape, groups = found
-        inner = [view.of if view is not None else atom for view, atom in zip(views, operands, strict=True)]
         (result,) = eqn.outvars
         var = Var(shaped_like(result.aval, shape))
         self.emit(eqn, inner, var, params, result)
@@ -107,12 +115,60 @@ class _Pass:
         if before == after:
             self.same[result] = source
             return
-        groups = _joined(before, after)
-        if groups is not None:
-            self.views[result] = View(source, groups)
-            self.joins[result] = eqn
-        else:
+        apart = _apart(before, after)
+        if apart is None:
             self.eqns.append(eqn.replace(invars=[source]))
+            return
+        shape = tuple(itertools.chain(*apart))
+        if shape != before:  # dims of size 1 come or go
+            var = Var(shaped_like(result.aval, shape))
+            self.emit(eqn, [source], var, {**eqn.params, "new_sizes": shape}, result)
+            source = var
+        self.views[result] = View(source, _groups(apart))
+        self.joins[result] = eqn
+
+    def stretched(self, eqn: JaxprEqn, views: Sequence[View | None]) -> list[Atom] | None:
+        """The operands of an elementwise equation, for the values behind: those that are not joined become so, where they are
+        scalars, of size 1 along the joined dims, or were broadcast along them. None where one is neither."""
+        pattern = _pattern(eqn, views)
+        if pattern is None:
+            return None
+        found: list[Atom] = []
+        for atom, view in zip(eqn.invars, views, strict=True):
+            if view is not None and all(len(a) == len(b) for a, b in zip(view.groups, pattern.groups, strict=True)):
+                found.append(view.of)
+            elif atom.aval.shape == () or view is not None:
+                found.append(atom)  # a view of another kind: `_elementwise` refuses it
+            elif (made := self.stretch(atom, pattern, eqn)) is not None:
+                found.append(made)
+            else:
+                return None
+        return found
+
+    def stretch(self, atom: Atom, pattern: View, asking: JaxprEqn) -> Atom | None:
+        """A value that is the same along the joined dims, with these apart, for an equation."""
+        joined = {dim for dim, group in enumerate(pattern.groups) if len(group) > 1}
+        shape = atom.aval.shape
+        if all(shape[dim] == 1 for dim in joined):
+            sizes = [(1,) * len(pattern.groups[dim]) if dim in joined else (size,) for dim, size in enumerate(shape)]
+            var = Var(shaped_like(atom.aval, tuple(itertools.chain(*sizes))))
+            params = {"new_sizes": var.aval.shape, "dimensions": None, "sharding": None}
+            self.eqns.append(asking.replace(primitive=RESHAPE, invars=[atom], outvars=[var], params=params))
+            return var
+        maker = None if isinstance(atom, Literal) else self.makers.get(atom)
+        if maker is None or maker.primitive.name != "broadcast_in_dim" or len(maker.invars) != 1:
+            return None
+        to = maker.params["broadcast_dimensions"]
+        if joined & set(to):
+            return None
+        sizes = [pattern.sizes(dim) if dim in joined else (size,) for dim, size in enumerate(shape)]
+        groups = _groups(sizes)
+        var = Var(shaped_like(atom.aval, tuple(itertools.chain(*sizes))))
+        dims = tuple(groups[dim][0] for dim in to)
+        self.emit(
+            maker, list(maker.invars), var, {**maker.params, "shape": var.aval.shape, "broadcast_dimensions": dims}, var
+        )
+        return var
 
     def whole(self, atom: Atom) -> Atom:
         """A value as itself: a joined one by the reshape that was put off."""
@@ -124,10 +180,8 @@ class _Pass:
             return atom
         if atom not in self.made:
             var = self.made[atom] = Var(atom.aval)
-            reshape = primitive("reshape")
-            assert reshape is not None
             params = {"new_sizes": atom.aval.shape, "dimensions": None, "sharding": None}
-            self.emit(self.joins[atom].replace(primitive=reshape), [view.of], var, params, atom)
+            self.emit(self.joins[atom].replace(primitive=RESHAPE), [view.of], var, params, atom)
         return self.made[atom]
 
     def emit(self, eqn: JaxprEqn, operands: list[Atom], var: Var, params: dict[str, Any], result: Var) -> None:
@@ -137,35 +191,39 @@ class _Pass:
             self.callers[var] = self.callers[result]
 
 
-def _joined(before: tuple[int, ...], after: tuple[int, ...]) -> Groups | None:
-    """The dims that each dim of `after` joins, where a reshape joins at least two that matter and takes none apart."""
-    inner, outer, _, replicated = factorize(before, after)
+def _apart(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[int, ...]] | None:
+    """Per dim of `after` the sizes of the dims that it joins, where a reshape joins at least two and takes none apart."""
+    inner, outer, sizes, replicated = factorize(before, after)
     if replicated or 0 in before or any(len(factors) > 1 for factors in inner):
         return None
-    of_factor = {factors[0]: dim for dim, factors in enumerate(inner) if factors}
-    ones = [dim for dim, factors in enumerate(inner) if not factors]
-    if ones or not all(outer) or all(len(factors) == 1 for factors in outer):
-        return None  # size-1 dims belong nowhere
-    return tuple(tuple(of_factor[factor] for factor in factors) for factors in outer)
+    if all(len(factors) < 2 for factors in outer):
+        return None
+    return [tuple(sizes[factor] for factor in factors) or (1,) for factors in outer]
 
 
 Expanded = tuple[dict[str, Any], tuple[int, ...], Groups]
 """The parameters, the shape of the result, and its groups, on the values behind the joined ones."""
 
 
-def _elementwise(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
-    """All operands but scalars are joined alike."""
+def _pattern(eqn: JaxprEqn, views: Sequence[View | None]) -> View | None:
+    """The view of an operand that has the shape of the result, if there is one."""
     (result,) = eqn.outvars
-    for atom, view in zip(eqn.invars, views, strict=True):
-        if view is None and atom.aval.shape != ():
-            return None
-        if view is not None and atom.aval.shape != result.aval.shape:
-            return None
-    found = [view for view in views if view is not None]
-    shapes = {(view.groups, view.of.aval.shape) for view in found}
-    if len(shapes) != 1:
+    pairs = zip(eqn.invars, views, strict=True)
+    return next((view for atom, view in pairs if view is not None and atom.aval.shape == result.aval.shape), None)
+
+
+def _elementwise(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
+    """All joined operands are joined alike; along a joined dim they are whole, or all of size 1."""
+    pattern = _pattern(eqn, views)
+    if pattern is None:
         return None
-    return dict(eqn.params), found[0].of.aval.shape, found[0].groups
+    sizes = [pattern.sizes(dim) for dim in range(len(pattern.groups))]
+    for view in views:
+        for dim, wanted in enumerate(sizes if view is not None else ()):
+            assert view is not None
+            if view.sizes(dim) not in (wanted, (1,) * len(wanted)):
+                return None
+    return dict(eqn.params), tuple(itertools.chain(*sizes)), _groups(sizes)
 
 
 def _as_view(atom: Atom, view: View | None) -> View:
@@ -226,6 +284,10 @@ def _broadcast_in_dim(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded |
     dims = tuple(inner for dim in to for inner in groups[dim])
     return {**eqn.params, "shape": sizes, "broadcast_dimensions": dims}, sizes, groups
 
+
+_reshape = primitive("reshape")
+assert _reshape is not None
+RESHAPE: Final[Primitive] = _reshape
 
 EXPAND: Final[dict[Primitive, Callable[[JaxprEqn, Sequence[View | None]], Expanded | None]]] = {
     found: maker

@@ -263,9 +263,11 @@ def test_the_example_trains_as_on_one_rank(mesh: Mesh) -> None:
 
 
 def flat_mlp(x: Any, into: Any, out: Any) -> Any:
-    """Rows of `[batch, position, width]` as one dim, as layers of other libraries have them."""
+    """Rows of `[batch, position, width]` as one dim, as layers of other libraries have them: a bias, a norm, a gate."""
     rows = x.reshape(-1, x.shape[-1])
-    return (jnp.tanh(rows @ into) @ out).reshape(x.shape)
+    hidden = layer_norm(rows @ into + into[0], out[:, 0] + 2, out[:, 1])
+    gate = jnp.where(hidden > 0, hidden, jax.nn.softmax(hidden) + jnp.zeros(hidden.shape))
+    return (jax.nn.gelu(hidden) * gate @ out + out.sum(0)).reshape(x.shape)
 
 
 def test_joined_dims_stay_sharded() -> None:
