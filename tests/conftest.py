@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import jax
 import pytest
 
 from collectives.launch import launch
@@ -18,6 +21,33 @@ from collectives.launch import launch
 ROOT = Path(__file__).parents[1]
 collect_ignore = [] if launch() is not None else ["ranks"]
 """The tests of `ranks` run under mpiexec alone; `test_mpi.py` launches them."""
+
+
+GROWTH = 1_000_000_000
+"""Bytes by which a test process may grow before JAX forgets what it compiled: some hundred programs."""
+
+
+def _resident() -> int:
+    """The bytes of memory that this process holds; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _start() -> list[int]:
+    return [_resident()]
+
+
+@pytest.fixture(autouse=True)
+def _bounded_memory(_start: list[int]) -> Iterator[None]:
+    """Several processes run the tests at once, so each stays small."""
+    yield
+    if _resident() - _start[0] > GROWTH:
+        jax.clear_caches()
+        gc.collect()
+        _start[0] = _resident()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
