@@ -210,20 +210,23 @@ class MeshProcess:
         lengths = self.agreement.all_gather(np.array([len(data)]), dim=0, sizes=(1,) * size).tolist()
         joined = self.agreement.all_gather(data, dim=0, sizes=lengths).tobytes()
         ends = np.cumsum(lengths).tolist()
-        texts = [joined[end - n : end].decode().splitlines() for end, n in zip(ends, lengths, strict=True)]
+        pieces = [joined[end - n : end].decode().splitlines() for end, n in zip(ends, lengths, strict=True)]
+        texts = [
+            [" ".join(line.split()) for line in lines] for lines in pieces
+        ]  # columns are padded to the longest line
         other = next((rank for rank in range(1, size) if texts[rank] != texts[0]), 0)
         pairs = [
             pair for pair in itertools.zip_longest(texts[0], texts[other], fillvalue="(nothing)") if pair[0] != pair[1]
         ]
-        named = [pair for pair in pairs if any(line.startswith("  argument") for line in pair)]
+        named = [pair for pair in pairs if any(line.startswith("argument ") for line in pair)]
         first = [*named, *pairs, ("(no difference that shows)",) * 2][0]
         heads = [texts[rank][0].partition(" on ")[0] for rank in (0, other)]
         notes = [line.removeprefix("note: ") for line in texts[0] if line.startswith("note: ")]
         raise DivergenceError(
             f"{' and '.join(dict.fromkeys(heads))}: the ranks of {self.mesh!r} {what}; nothing was sent. "
             "The first line that differs:\n"
-            f"  rank {self.agreement.world_ranks[0]}: {first[0].strip()}\n"
-            f"  rank {self.agreement.world_ranks[other]}: {first[1].strip()}" + "".join(f"\n{note}" for note in notes)
+            f"  rank {self.agreement.world_ranks[0]}: {first[0]}\n"
+            f"  rank {self.agreement.world_ranks[other]}: {first[1]}" + "".join(f"\n{note}" for note in notes)
         )
 
 
@@ -238,7 +241,7 @@ def _check_fits(mesh: Mesh, everyone: Communicator) -> None:
         raise BackendError(f"{mesh!r}: no back end is called {mesh.backend!r}; there are 'mpi' and 'simulated'.")
     if mesh.rank_list is None and mesh.size != everyone.size:
         raise BackendError(
-            f"{mesh!r} has {mesh.size} ranks, and the job {everyone.size} processes. Start as many, name the mesh's ranks "
+            f"{mesh!r} is of size {mesh.size}, and the job has {everyone.size} processes. Start as many, name the mesh's ranks "
             "with Mesh(..., ranks=[...]), or simulate it with Mesh(..., backend='simulated')."
         )
     if max(mesh.ranks) >= everyone.size:

@@ -190,7 +190,7 @@ def train(
     size = largest_shards((params, state))
     count = epochs * (len(data.train_images) // batch) if steps is None else steps
     losses: list[float] = []
-    with tqdm(total=count, desc=f"{places.mesh.size} ranks", unit="step", disable=quiet) as progress:
+    with tqdm(total=count, desc=f"{places.mesh.size} ranks", unit="step", disable=quiet or None) as progress:
         for _, (images, digits) in zip(range(count), batches(data, batch, epochs), strict=False):
             params, state, value = functions.step(params, state, images, digits)
             losses.append(float(value))

@@ -156,7 +156,7 @@ def train(mesh: Mesh, steps: int, batch: int = 16, quiet: bool = False) -> list[
     placed = spmd.distribute(params, SHARDED, mesh)
     state = functions.init(placed)
     losses = []
-    with tqdm(total=steps, desc=f"{mesh!r}", unit="step", disable=quiet) as progress:
+    with tqdm(total=steps, desc=f"{mesh!r}", unit="step", disable=quiet or None) as progress:
         for tokens in batches(text, batch, steps):
             placed, state, value = functions.step(placed, state, tokens)
             losses.append(float(value))

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from placements.errors import MeshError
 
@@ -55,7 +56,7 @@ class Mesh:
         for name, size in pairs:
             _check_axis(name, size)
         size = math.prod(size for _, size in pairs)
-        rank_list = None if ranks is None else _check_ranks(tuple(ranks), size)
+        rank_list = None if ranks is None else _check_ranks(ranks, size)
         if backend is not None and not isinstance(backend, str):
             raise MeshError(f"Mesh(...): backend is a name such as 'simulated', not {backend!r}.")
         object.__setattr__(self, "axes", tuple((name, int(size)) for name, size in pairs))
@@ -207,7 +208,12 @@ def _check_axis(name: object, size: object) -> None:
         raise MeshError(f"Mesh(...): the size of axis {name!r} is an integer of at least 1, not {size!r}.")
 
 
-def _check_ranks(ranks: tuple[int, ...], size: int) -> tuple[int, ...]:
+def _check_ranks(given: Any, size: int) -> tuple[int, ...]:
+    if not isinstance(given, Iterable):
+        raise MeshError(
+            f"Mesh(...): ranks lists the ranks, one per coordinate; got {given!r}. An axis of that name: Mesh({{...}})."
+        )
+    ranks = tuple(given)
     if len(ranks) != size or len(set(ranks)) != size or any(not isinstance(r, int) or r < 0 for r in ranks):
         raise MeshError(f"Mesh(...): ranks lists {size} different ranks, one per coordinate; got {list(ranks)}.")
     return ranks

@@ -135,7 +135,7 @@ class P:
         P(dp=S(1), tp=S(1))
         """
         named: dict[str, Placement | None] = {}
-        for dim, entry in enumerate(spec):
+        for dim, entry in enumerate(getattr(spec, "partitions", spec)):
             for axis in (entry,) if isinstance(entry, str) else (entry or ()):
                 if axis in named:
                     raise InvalidPlacement(f"P.from_spec({spec!r}): axis {axis!r} occurs twice.")

@@ -157,7 +157,7 @@ class SpmdFunction:
             return jax.typeof(value)
         except TypeError:
             raise ArgumentError(
-                f"{self.signature.name}: argument {path} is a {type(value).__name__}, which is no array. "
+                f"{self.signature.name}: argument {path} is a {_described(value)}, which is no array. "
                 "Name its parameter in static_argnames if the function is to be traced for its value."
             ) from None
 
@@ -226,7 +226,16 @@ class SpmdFunction:
         except PlacementError as error:
             where = f"{leaf.path} of shape {tuple(leaf.aval.shape)}"
             is_number = isinstance(leaf.value, (bool, int, float, complex))
-            hint = " A list is a pytree of numbers; for an array pass np.asarray of it." if is_number else ""
+            hint = (
+                " A list is a pytree of numbers; for an array pass np.asarray of it."
+                if is_number and "[" in leaf.path
+                else ""
+            )
+            hint += (
+                " One P counts for all arguments; a tuple has one for each."
+                if is_number and "[" not in leaf.path
+                else ""
+            )
             what = str(error).removeprefix(f"{placements!r}: ")
             raise type(error)(f"{self.signature.name}: {where}, stated as {placements!r}: {what}{hint}") from error
 
@@ -367,6 +376,10 @@ def _constrained(tree: Any, prefix: Any, what: str, name: str) -> Any:
         except PlacementError as error:
             raise type(error)(f"{what}: {leaf.path} of shape {leaf.aval.shape}: {error}") from error
     return jax.tree.unflatten(treedef, found)
+
+
+def _described(value: Any) -> str:
+    return f"{type(value).__name__} of dtype {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
 
 
 def _traced_aval(value: Any) -> Any:

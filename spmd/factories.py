@@ -66,7 +66,7 @@ def distribute(x: Any, placements: Any, mesh: Mesh | None = None, *, source: int
 
 def _lines(placed: list[PlacedLeaf], source: int | None) -> list[str]:
     """What the ranks must agree on: every leaf's shape, dtype, placements; without a source the values too."""
-    lines, left = [f"spmd.distribute source={source}"], COMPARED_BYTES
+    lines, left = ["spmd.distribute", f"  source={source}"], COMPARED_BYTES
     for leaf in placed:
         lines.append(f"  {leaf.path}: {leaf.aval.dtype}{list(leaf.aval.shape)} as {leaf.stated}")
         if source is None and left > 0:
@@ -218,7 +218,8 @@ def _lengths(pieces: list[_Piece], layout: Layout, dim: int) -> tuple[int, ...]:
         if found.setdefault(at, piece.shape[dim]) != piece.shape[dim]:
             sizes = [p.shape for p in pieces]
             raise ArgumentError(
-                f"spmd.from_local: along dim {dim} ranks with one coordinate on {axes} differ: {sizes}."
+                f"spmd.from_local: {layout} says that ranks hold pieces of one length along dim {dim}"
+                f"{' where they share a coordinate on ' + ', '.join(axes) if axes else ''}; the pieces are {sizes}."
             )
     return tuple(found[at] for at in range(len(found)))
 

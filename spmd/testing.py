@@ -182,12 +182,17 @@ def _compare(what: str, wanted: Any, shards: Ranks, layout: Layout, tolerance: f
     for position, at in enumerate(mesh.coordinates()):
         found, expected = reduced[position], wanted[layout.index(wanted.shape, at)] if wanted.ndim else wanted
         same = found.shape == expected.shape and found.dtype == expected.dtype
-        if not same or not _close(np.asarray(found), np.asarray(expected), tolerance):
+        if not same or not _close(_plain(found), _plain(expected), tolerance):
             raise RuleError(
                 f"{what}: coordinate {at} holds another value than the whole computation gives:\n"
-                f"  expected {expected.dtype}{list(expected.shape)} {np.asarray(expected).tolist()}\n"
-                f"  found    {found.dtype}{list(found.shape)} {np.asarray(found).tolist()}"
+                f"  expected {expected.dtype}{list(expected.shape)} {_plain(expected).tolist()}\n"
+                f"  found    {found.dtype}{list(found.shape)} {_plain(found).tolist()}"
             )
+
+
+def _plain(value: Any) -> np.ndarray[Any, Any]:
+    """The numbers of an array; of typed keys their words."""
+    return np.asarray(jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value)
 
 
 def _close(found: np.ndarray[Any, Any], expected: np.ndarray[Any, Any], tolerance: float) -> bool:

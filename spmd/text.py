@@ -117,9 +117,10 @@ def _body_rows(program: Any, naming: Naming, planned: PlannedEqn, indent: str, c
     """A loop or branch: its own line, then each body: what its inputs are, its lines, what it returns."""
     left, types, note = _equation_row(program, naming, planned)
     times = "" if planned.eqn.primitive.name == "cond" else f", {'?' if planned.count is None else planned.count} times"
-    for body in planned.bodies:
+    for number, body in enumerate(planned.bodies):
         inputs = " ".join(naming(var) for var in body.jaxpr.inputs)
-        yield f"{indent}body {inputs}{times}", "", ""
+        kind = "condition" if planned.eqn.primitive.name == "while" and number == 0 else "body"
+        yield f"{indent}{kind} {inputs}{times}", "", ""
         inner = None if count is None or planned.count is None else count * planned.count
         yield from _plan_rows(program, naming, body, indent + "  ", inner)
         results = [naming.placed(a, layout) for a, layout in zip(body.jaxpr.outputs, body.departures, strict=True)]
@@ -186,7 +187,11 @@ def _class_note(program: Any) -> str:
 
 def _sum(program: Any) -> str:
     count = len(program.collectives)
-    fallbacks = f", {len(program.fallbacks)} fallbacks" if program.fallbacks else ""
+    known = all(collective.count is not None for collective in program.collectives)
+    lost = len(program.fallbacks)
+    fallbacks = ("" if known else ", loops of unknown length counted once") + (
+        f", {lost} fallback{'s' * (lost > 1)}" if lost else ""
+    )
     if not count:
         whole = program.mesh.size > 1 and not program.plan.is_sharded()
         return f"no communication{fallbacks}{'; nothing is sharded: every rank computes the whole' if whole else ''}"

@@ -267,6 +267,14 @@ EXTRA: dict[str, Case] = {
         )
         for width in (8, 16, 32)
     },
+    "random_fold_in": (
+        lambda keys: jax.vmap(jax.random.fold_in)(keys, jnp.arange(5)),
+        (jax.random.split(jax.random.key(1), 5),),
+    ),
+    "random_split": (
+        lambda keys: jax.vmap(lambda key: jax.random.split(key, 3))(keys),
+        (jax.random.split(jax.random.key(1), 5),),
+    ),
     "random_normal": (lambda key: jax.random.normal(key, (7,)), (jax.random.key(5),)),
     "random_keys": (
         lambda keys: jax.vmap(lambda key: jax.random.uniform(key, (5, 2)))(keys),

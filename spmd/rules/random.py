@@ -19,6 +19,7 @@ from jax import lax
 from collectives import jax_compat
 from collectives.jax_compat import JaxprEqn, threefry
 from spmd.factors import Rule
+from spmd.rules.elementwise import elementwise
 
 LARGEST: Final = 2**32
 """Elements up to which an index is one word."""
@@ -65,4 +66,22 @@ def _bits(words: Any, width: int, shape: tuple[int, ...], here: tuple[int, ...],
     return (high ^ low).astype(dtype)
 
 
-TABLE: Final[dict[str, Callable[[JaxprEqn], Rule | None]]] = {"random_bits": _random_bits}
+def _fold_in(eqn: JaxprEqn) -> Rule | None:
+    """Each key with its own number."""
+    keys, numbers = (atom.aval.shape for atom in eqn.invars)
+    return elementwise(eqn) if keys == numbers else None
+
+
+def _split(eqn: JaxprEqn) -> Rule:
+    """New keys from each key: those of one key are made together."""
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    dims = tuple((dim,) for dim in range(len(after)))
+    new = tuple(range(len(before), len(after)))
+    return Rule((dims[: len(before)],), (dims,), after, replicated=new, flops=30.0 * math.prod(after))
+
+
+TABLE: Final[dict[str, Callable[[JaxprEqn], Rule | None]]] = {
+    "random_bits": _random_bits,
+    "random_fold_in": _fold_in,
+    "random_split": _split,
+}

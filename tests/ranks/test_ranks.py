@@ -208,7 +208,7 @@ def test_values_that_should_be_equal_are_compared() -> None:
 
 def test_meshes_that_do_not_fit() -> None:
     """F19: more coordinates than processes, or a rank that does not exist, is an error when something runs."""
-    with pytest.raises(collectives.BackendError, match=f"has {SIZE + 1} ranks, and the job {SIZE} processes"):
+    with pytest.raises(collectives.BackendError, match=f"is of size {SIZE + 1}, and the job has {SIZE} processes"):
         spmd.zeros(4, ROWS, Mesh(a=SIZE + 1))
     with pytest.raises(collectives.BackendError, match="no back end is called"):
         spmd.zeros(4, ROWS, Mesh(a=SIZE, backend="smoke"))
