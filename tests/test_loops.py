@@ -56,10 +56,15 @@ X = signed(5, 4)
     "placements",
     [
         (WHOLE, ROWS),
-        ([P(a=Shard(1)), P(a=Shard(2))], ROWS),
         ([P(a=Shard(2)), P(a=Shard(1))], WHOLE),
-        ([P(a=Shard(0)), WHOLE], COLUMNS),
-        ([WHOLE, P(a=Shard(1))], P(a=Partial())),
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (
+                ([P(a=Shard(1)), P(a=Shard(2))], ROWS),
+                ([P(a=Shard(0)), WHOLE], COLUMNS),
+                ([WHOLE, P(a=Shard(1))], P(a=Partial())),
+            )
+        ),
     ],
 )
 def test_scan_over_layers(placements: Any) -> None:
@@ -86,6 +91,7 @@ def test_scan_on_two_axes() -> None:
     agree(both, [*WS, X], [P(b=Shard(2), a=Shard(1)), P(b=Shard(1), a=Shard(2)), P(a=Shard(0), b=Shard(0))], GRIDS)
 
 
+@pytest.mark.slow
 def test_reverse_unrolled_and_without_inputs() -> None:
     """scan's own options; a carry of several leaves; ys alone; length zero."""
 
