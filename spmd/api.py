@@ -225,17 +225,10 @@ class SpmdFunction:
             return make(placements, *rest)
         except PlacementError as error:
             where = f"{leaf.path} of shape {tuple(leaf.aval.shape)}"
-            is_number = isinstance(leaf.value, (bool, int, float, complex))
-            hint = (
-                " A list is a pytree of numbers; for an array pass np.asarray of it."
-                if is_number and "[" in leaf.path
-                else ""
-            )
-            hint += (
-                " One P counts for all arguments; a tuple has one for each."
-                if is_number and "[" not in leaf.path
-                else ""
-            )
+            hint = ""
+            if isinstance(leaf.value, (bool, int, float, complex)):
+                of_list = " A list is a pytree of numbers; for an array pass np.asarray of it."
+                hint = of_list if "[" in leaf.path else " One P counts for all arguments; a tuple has one for each."
             what = str(error).removeprefix(f"{placements!r}: ")
             raise type(error)(f"{self.signature.name}: {where}, stated as {placements!r}: {what}{hint}") from error
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import os
 import zlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import jax
@@ -230,6 +230,20 @@ class Executable:
 
 COMPARED_BYTES: Final = 16_000_000
 """Of the arguments that should be the same on every rank, so many bytes are compared."""
+
+
+def checksums(named: Iterable[tuple[str, Any]]) -> dict[str, int]:
+    """Per name the checksum of an array; of all of them `COMPARED_BYTES` are read."""
+    found, left = {}, COMPARED_BYTES
+    for name, value in named:
+        if left == 0:
+            break
+        data = jax_compat.raw_bytes(value)[:left]
+        left -= len(data)
+        found[name] = zlib.crc32(data)
+    return found
+
+
 VALUES_NOTE: Final = (
     "note: Read the data on every rank, or use spmd.distribute(x, P(...), mesh, source=0); a rank's own piece goes to "
     "spmd.from_local."
@@ -273,15 +287,11 @@ class LocalExecutable:
 
     def compare(self, hosts: Sequence[tuple[int, Any]]) -> None:
         """Compare checksums of the arguments that every rank should give alike. One all_reduce."""
-        checksums, left = {}, COMPARED_BYTES
-        for at, value in hosts:
-            data = jax_compat.raw_bytes(value)[:left]
-            left -= len(data)
-            checksums[self.program.names[at]] = zlib.crc32(data)
-        total = zlib.crc32(repr(sorted(checksums.items())).encode())
+        found = checksums((self.program.names[at], value) for at, value in hosts)
+        total = zlib.crc32(repr(sorted(found.items())).encode())
         pair = np.array([total, -total], np.int64)
         if run_alone(self.here, "all_reduce", pair, op="max").tolist() != pair.tolist():
-            lines = [f"  argument {name}: values of checksum {crc:08x}" for name, crc in checksums.items()]
+            lines = [f"  argument {name}: values of checksum {crc:08x}" for name, crc in found.items()]
             self.here.explain(
                 "\n".join([self.program.name, *lines, VALUES_NOTE]),
                 "pass different values where every rank passes the whole array",

@@ -26,7 +26,7 @@ from placements.mesh import group_positions
 from spmd.array import DArray, build_shards, refuse_in_trace, shards_of
 from spmd.current import mesh_or_current
 from spmd.errors import ArgumentError
-from spmd.execute import COMPARED_BYTES, VALUES_NOTE, agree_on, run_alone, run_collective
+from spmd.execute import VALUES_NOTE, agree_on, checksums, run_alone, run_collective
 from spmd.prefix import PlacedLeaf, place_leaves
 from spmd.validate import valid_layout
 
@@ -66,13 +66,11 @@ def distribute(x: Any, placements: Any, mesh: Mesh | None = None, *, source: int
 
 def _lines(placed: list[PlacedLeaf], source: int | None) -> list[str]:
     """What the ranks must agree on: every leaf's shape, dtype, placements; without a source the values too."""
-    lines, left = ["spmd.distribute", f"  source={source}"], COMPARED_BYTES
-    for leaf in placed:
-        lines.append(f"  {leaf.path}: {leaf.aval.dtype}{list(leaf.aval.shape)} as {leaf.stated}")
-        if source is None and left > 0:
-            data = raw_bytes(leaf.value)[:left]
-            left -= len(data)
-            lines.append(f"  {leaf.path}: values of checksum {zlib.crc32(data):08x}")
+    lines = ["spmd.distribute", f"  source={source}"]
+    lines += [f"  {leaf.path}: {leaf.aval.dtype}{list(leaf.aval.shape)} as {leaf.stated}" for leaf in placed]
+    if source is None:
+        found = checksums((leaf.path, leaf.value) for leaf in placed)
+        lines += [f"  {path}: values of checksum {crc:08x}" for path, crc in found.items()]
     return [*lines, VALUES_NOTE]
 
 
@@ -262,9 +260,14 @@ def full(
     return _filled("spmd.full", shape, value, placements, mesh, dtype)
 
 
+def as_shape(shape: Sequence[int] | int) -> Shape:
+    """A shape, of which a number is one dim."""
+    return (shape,) if isinstance(shape, int) else tuple(shape)
+
+
 def _filled(what: str, shape: Any, value: Any, placements: P, mesh: Mesh | None, dtype: Any) -> DArray:
     found = mesh_or_current(mesh, what)
-    size = (shape,) if isinstance(shape, int) else tuple(shape)
+    size = as_shape(shape)
     kind = jax.typeof(jnp.full((), value, dtype))
     layout = layout_of(f"{what}: an array", placements, found, size, kind.dtype)
     shards = build_shards(size, layout, lambda index: jnp.full([s.stop - s.start for s in index], value, kind.dtype))

@@ -102,12 +102,12 @@ class Plan:
 
     def is_sharded(self) -> bool:
         """Whether anything is sharded or in parts."""
-        return any(
-            layout.axes
+        found = (
+            layouts
             for plan in self.flat()
-            for planned in plan.eqns
-            for layout in (*plan.arrivals, *plan.departures, *planned.operands, *planned.results)
-        ) or any(layout.axes for layout in (*self.arrivals, *self.departures))
+            for layouts in (plan.arrivals, plan.departures, *((*each.operands, *each.results) for each in plan.eqns))
+        )
+        return any(layout.axes for layouts in found for layout in layouts)
 
     def flat(self) -> Iterator[Plan]:
         """This plan and those of all bodies in it."""

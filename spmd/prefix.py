@@ -59,9 +59,9 @@ def _differences(prefix: Any, tree: Any, at: str) -> Iterator[str]:
         return
     where = at or "the whole"
     if isinstance(prefix, dict) and isinstance(tree, dict):
-        for key in tree.keys() - prefix.keys():
+        for key in (key for key in tree if key not in prefix):
             yield f"no placement for {at}[{key!r}]"
-        for key in prefix.keys() - tree.keys():
+        for key in (key for key in prefix if key not in tree):
             yield f"a placement for {at}[{key!r}], but the keys are {', '.join(map(repr, tree))}"
         for key in (key for key in tree if key in prefix):
             yield from _differences(prefix[key], tree[key], f"{at}[{key!r}]")

@@ -18,6 +18,7 @@ from spmd.api import jit
 from spmd.array import DArray, refuse_in_trace
 from spmd.current import mesh_or_current
 from spmd.errors import ArgumentError
+from spmd.factories import as_shape
 
 __all__ = [
     "bernoulli",
@@ -53,9 +54,8 @@ def _draws(name: str) -> Callable[..., DArray]:
     ) -> DArray:
         refuse_in_trace(f"spmd.random.{name}")
         found = mesh_or_current(mesh, f"spmd.random.{name}")
-        size = (shape,) if isinstance(shape, int) else tuple(shape)
         try:
-            decorated = _decorated(name, size, placements, found, tuple(sorted(options.items())))
+            decorated = _decorated(name, as_shape(shape), placements, found, tuple(sorted(options.items())))
         except TypeError as error:
             raise ArgumentError(f"spmd.random.{name}: {', '.join(options)} are numbers and dtypes ({error}).") from None
         return decorated(key)

@@ -18,7 +18,7 @@ from typing import Any, Final
 from collectives.jax_compat import Atom, JaxprEqn, Literal, Primitive, Var, primitive, shaped_like
 from spmd.rules import elementwise
 from spmd.rules.movement import factorize
-from spmd.trace import GlobalJaxpr
+from spmd.trace import GlobalJaxpr, drop_dead
 
 Groups = tuple[tuple[int, ...], ...]
 """Per dim of a joined value the dims of the one that it was made of, in order: all of them, each once."""
@@ -63,14 +63,8 @@ class _Pass:
         for eqn in self.jaxpr.eqns:
             self.visit(eqn)
         outputs = tuple(map(self.whole, self.jaxpr.outputs))
-        needed = {id(atom) for atom in outputs}
-        kept = []
-        for eqn in reversed(self.eqns):
-            if eqn.effects or any(id(var) in needed for var in eqn.outvars):
-                kept.append(eqn)
-                needed.update(id(atom) for atom in eqn.invars)
-        callers = MappingProxyType(self.callers)
-        return dataclasses.replace(self.jaxpr, eqns=tuple(kept[::-1]), outputs=outputs, callers=callers)
+        eqns, callers = tuple(drop_dead(self.eqns, list(outputs))), MappingProxyType(self.callers)
+        return dataclasses.replace(self.jaxpr, eqns=eqns, outputs=outputs, callers=callers)
 
     def visit(self, eqn: JaxprEqn) -> None:
         """Emit one equation, on the values behind the joined ones where that is possible."""
@@ -152,8 +146,7 @@ class _Pass:
         if all(shape[dim] == 1 for dim in joined):
             sizes = [(1,) * len(pattern.groups[dim]) if dim in joined else (size,) for dim, size in enumerate(shape)]
             var = Var(shaped_like(atom.aval, tuple(itertools.chain(*sizes))))
-            params = {"new_sizes": var.aval.shape, "dimensions": None, "sharding": None}
-            self.eqns.append(asking.replace(primitive=RESHAPE, invars=[atom], outvars=[var], params=params))
+            self.eqns.append(asking.replace(primitive=RESHAPE, invars=[atom], outvars=[var], params=_to(var)))
             return var
         maker = None if isinstance(atom, Literal) else self.makers.get(atom)
         if maker is None or maker.primitive.name != "broadcast_in_dim" or len(maker.invars) != 1:
@@ -180,8 +173,7 @@ class _Pass:
             return atom
         if atom not in self.made:
             var = self.made[atom] = Var(atom.aval)
-            params = {"new_sizes": atom.aval.shape, "dimensions": None, "sharding": None}
-            self.emit(self.joins[atom].replace(primitive=RESHAPE), [view.of], var, params, atom)
+            self.emit(self.joins[atom].replace(primitive=RESHAPE), [view.of], var, _to(var), atom)
         return self.made[atom]
 
     def emit(self, eqn: JaxprEqn, operands: list[Atom], var: Var, params: dict[str, Any], result: Var) -> None:
@@ -189,6 +181,11 @@ class _Pass:
         self.eqns.append(eqn.replace(invars=operands, outvars=[var], params=params))
         if result in self.callers:
             self.callers[var] = self.callers[result]
+
+
+def _to(var: Var) -> dict[str, Any]:
+    """The parameters of a reshape to the shape of a variable."""
+    return {"new_sizes": var.aval.shape, "dimensions": None, "sharding": None}
 
 
 def _apart(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[int, ...]] | None:

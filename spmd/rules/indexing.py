@@ -10,7 +10,7 @@ give parts of the same op, the operand counted once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import jax.numpy as jnp
@@ -79,9 +79,8 @@ def _gather(eqn: JaxprEqn) -> Rule:
     inner = iter(windows)
     of_result = tuple((next(inner if dim in numbers.offset_dims else outer),) for dim in range(len(result)))
     dims = tuple((factor,) for factor in of_operand), tuple((factor,) for factor in of_indices)
-    moves = (
-        () if "FILL" in eqn.params["mode"].name else (Passes(ANY_OP, (0,)),)
-    )  # what is filled in would count n times
+    fills = "FILL" in eqn.params["mode"].name  # what is filled in would count once for every part
+    moves = () if fills else (Passes(ANY_OP, (0,)),)
 
     def local(call: Any, operands: list[Any]) -> list[Any]:
         return [_gather_here(eqn, call, *operands)]
@@ -92,18 +91,12 @@ def _gather(eqn: JaxprEqn) -> Rule:
 def _gather_here(eqn: JaxprEqn, call: Any, table: Any, indices: Any) -> Any:
     """Look up what this rank has; elsewhere the identity. An index out of bounds is the first rank's, where it is filled."""
     numbers, shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
-    sizes = tuple(
-        here if size == whole else size
-        for size, whole, here in zip(eqn.params["slice_sizes"], shape, table.shape, strict=True)
-    )
-    sizes = tuple(
-        1 if dim in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims) else n
-        for dim, n in enumerate(sizes)
-    )
-    params = {**eqn.params, "slice_sizes": sizes}
+    single = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    triples = enumerate(zip(eqn.params["slice_sizes"], shape, table.shape, strict=True))
+    sizes = (1 if dim in single else here if size == whole else size for dim, (size, whole, here) in triples)
+    params = {**eqn.params, "slice_sizes": tuple(sizes)}
     layout, dtype = call.operand_layouts[0], eqn.outvars[0].aval.dtype
-    shifted = {dim: call.offset(layout, shape, dim) for dim in numbers.collapsed_slice_dims}
-    shifted = {dim: offset for dim, offset in shifted.items() if offset is not None}
+    shifted = _shifts(call, layout, shape, numbers.collapsed_slice_dims)
     if not shifted:
         return jax_compat.bind(eqn, [table, indices], params)[0]
     result_shape = call.result_shapes[0]
@@ -136,6 +129,12 @@ def _gather_here(eqn: JaxprEqn, call: Any, table: Any, indices: Any) -> Any:
     return found
 
 
+def _shifts(call: Any, layout: Any, shape: Shape, dims: Iterable[int]) -> dict[int, Any]:
+    """Those of `dims` that are sharded, with where this rank's part begins."""
+    offsets = {dim: call.offset(layout, shape, dim) for dim in dims}
+    return {dim: offset for dim, offset in offsets.items() if offset is not None}
+
+
 def _signed(column: Any, size: int) -> Any:
     """Indices as signed integers of at least 32 bits; unsigned ones beyond the dim stay beyond it."""
     if jnp.issubdtype(column.dtype, jnp.unsignedinteger) and jnp.iinfo(column.dtype).max > size:
@@ -166,7 +165,7 @@ def _scatter(eqn: JaxprEqn) -> Rule:
         for dim, size in enumerate(indices[:-1])
     ]
     of_indices.append(factors.new(indices[-1], whole=True))
-    window_sizes = iter([updates[dim] for dim in numbers.update_window_dims])
+    covered = _windows(numbers, len(operand), updates)
     of_operand, windows = [], []
     for dim, size in enumerate(operand):
         if dim in batched:
@@ -174,10 +173,9 @@ def _scatter(eqn: JaxprEqn) -> Rule:
         elif dim in numbers.inserted_window_dims:
             of_operand.append(factors.new(size, whole=dim not in numbers.scatter_dims_to_operand_dims))
         else:
-            window = next(window_sizes)
-            whole = window == size and dim not in numbers.scatter_dims_to_operand_dims
+            whole = covered[dim] == size and dim not in numbers.scatter_dims_to_operand_dims
             of_operand.append(factors.new(size, whole=not whole))
-            windows.append(of_operand[-1] if whole else factors.new(window, whole=True))
+            windows.append(of_operand[-1] if whole else factors.new(covered[dim], whole=True))
     outer, inner = iter(of_indices[:-1]), iter(windows)
     of_updates = [next(inner if dim in numbers.update_window_dims else outer) for dim in range(len(updates))]
     result = tuple((factor,) for factor in of_operand)
@@ -201,8 +199,7 @@ def _scatter_here(
     if axes and op in ("sum", "prod"):
         first = call.place.flat_index(axes) == 0
         target = lax.select(first, target, lax.full_like(target, identity(op, target.dtype)))
-    shifted = {dim: call.offset(layouts[0], shape, dim) for dim in numbers.inserted_window_dims}
-    shifted = {dim: offset for dim, offset in shifted.items() if offset is not None}
+    shifted = _shifts(call, layouts[0], shape, numbers.inserted_window_dims)
     if not shifted:
         return jax_compat.bind(eqn, [target, indices, updates], params)[0]
     if 0 in (target.shape[dim] for dim in shifted):
