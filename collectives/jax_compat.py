@@ -65,6 +65,13 @@ def primitive(name: str) -> Primitive | None:
     return None
 
 
+def known_primitive(name: str) -> Primitive:
+    """The primitive `name`, which every supported version has."""
+    found = primitive(name)
+    assert found is not None, name
+    return found
+
+
 def typeof(value: Any) -> Any:
     """The aval of a value, weak type included. Raises `TypeError` for what is no JAX type."""
     return jax.typeof(value)

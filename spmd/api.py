@@ -21,6 +21,7 @@ import numpy as np
 from collectives.jax_compat import Tracer, is_concrete, trace_context, under_make_jaxpr
 from placements import Layout, Mesh, P, PlacementError, plan_steps
 from placements.mesh import Coordinate
+from spmd.aligned import with_aligned_lookups
 from spmd.array import DArray, aval_in_trace, shards_of
 from spmd.current import current_mesh, kind_name
 from spmd.errors import ArgumentError, FallbackError, PlacementWarning, TransformationError
@@ -251,7 +252,8 @@ class SpmdFunction:
         def is_hidden(value: Any) -> bool:
             return isinstance(value, DArray) or is_large(value)
 
-        jaxpr = without_joins(trace(flat, [as_struct(leaf.aval) for leaf in leaves], mesh, is_hidden))
+        traced = trace(flat, [as_struct(leaf.aval) for leaf in leaves], mesh, is_hidden)
+        jaxpr = without_joins(with_aligned_lookups(traced))
         treedef = trees[-1]
         skeleton = jax.tree.unflatten(treedef, [atom.aval for atom in jaxpr.outputs])
         stated = self._result_placements(skeleton, mesh)

@@ -17,6 +17,7 @@ count as sharded: a replicated weight that was sliced for one use is not sharded
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -175,6 +176,9 @@ class Planner:
                     self.uses.setdefault(atom, []).append(eqn)
         self.makers = {var: eqn for eqn in self.jaxpr.eqns for var in eqn.outvars}
         self.zeros: set[Var] = set()
+        for eqn in self.jaxpr.eqns:
+            if eqn.primitive.name in CARRIES_ZERO and self.is_zero(eqn.invars[0]):
+                self.zeros.update(eqn.outvars)
 
     def run(self) -> Plan:
         """Plan every equation, once, in order."""
@@ -301,8 +305,6 @@ class Planner:
         special = PLACING.get(eqn.primitive) or CONTROL.get(eqn.primitive.name if "bodies" in eqn.params else "")
         if special is not None:
             return special(self, eqn)
-        if eqn.primitive.name in CARRIES_ZERO and self.is_zero(eqn.invars[0]):
-            self.zeros.update(eqn.outvars)
         rule = None if eqn.effects else rule_of(eqn)
         if rule is None:
             return self.fallback(eqn)
@@ -411,23 +413,26 @@ class Planner:
     def passing(self, passes: Passes, versions: list[Versions], axis: str, eqn: JaxprEqn) -> str | None:
         """The op of the parts along `axis` that may pass, or None.
 
-        All the operands named are parts that no other use has reduced already, or zero; and it is data movement, a sum of
-        parts alone, or the only use of a value that shrinks by it, or that then meets other parts in a sum. Elsewhere parts
-        would multiply: a backward pass is linear in its cotangents, and would end with one reduction for each parameter
-        and use. A small value may pass without shrinking: its reduction shares a message with later ones, and a pass over
-        its memory costs less than a message.
+        All the operands named are parts that no other use has reduced already, or zero; and it is data movement that copies
+        nothing, a sum of parts alone, or the only use of a value that shrinks by it, or that then meets other parts in a
+        sum. Elsewhere parts would multiply: a backward pass is linear in its cotangents, and would end with one reduction
+        for each parameter and use. A small value may pass without shrinking: its reduction shares a message with later
+        ones, and a pass over its memory costs less than a message.
         """
         parts = [index for index in passes.operands if not self.is_zero(eqn.invars[index])]
         ops = {layout.op_of(axis) for index in parts for layout in versions[index].made}
         if len(ops) != 1 or not ops <= set(passes.ops):
             return None
-        if not passes.movement and len(passes.operands) == 1:
+        if len(passes.operands) == 1:
             (index,) = passes.operands
             before, after = nbytes(eqn.invars[index]), sum(map(nbytes, eqn.outvars))
+            meets = functools.cache(lambda: any(self.meets_parts(var, axis) for var in eqn.outvars))
+            if passes.movement:
+                return ops.pop() if after <= before or is_widening(eqn) or meets() else None
             if after > before or len(self.uses[eqn.invars[index]]) > 1:
                 return None
             small = self.machine.memory_us(after) < self.machine.latency_us
-            if after == before and not small and not any(self.meets_parts(var, axis) for var in eqn.outvars):
+            if after == before and not small and not meets():
                 return None
         return ops.pop()
 
@@ -440,9 +445,10 @@ class Planner:
             rule = None if "bodies" in eqn.params or eqn.effects else rule_of(eqn)
             passes = () if rule is None else rule.passes
             index = next(at for at, atom in enumerate(eqn.invars) if atom is var)
-            alone = any(each.movement or each.operands == (index,) for each in passes if index in each.operands)
-            if not alone:
-                others = [atom for each in passes if index in each.operands for atom in eqn.invars if atom is not var]
+            linear = [each for each in passes if index in each.operands]
+            others = [eqn.invars[at] for each in linear for at in each.operands if at != index]
+            others = [atom for atom in others if not self.is_zero(atom)]
+            if not linear or (others and not any(each.movement for each in linear)):
                 return any(self.may_be_parts(atom, axis, AHEAD) for atom in others)
             var = eqn.outvars[0]
         return False

@@ -2,9 +2,9 @@
 
 `x.reshape(-1, d) @ w` computes on rows that are pairs of a batch and a position. A shard of positions is no chunk of such rows;
 of the array as it was it is a chunk of a dim. So a value that a reshape joined is kept as it was, and what layers do to it is
-done to that: elementwise functions, products, reductions, transpositions. The reshape comes back where something else asks
-for the joined dim, and vanishes where another takes it apart again. The same numbers in the same order; nothing is moved for
-the reshape itself, whatever the sizes.
+done to that: elementwise functions, products, reductions, transpositions, and scans, whose bodies get and give it as it was.
+The reshape comes back where something else asks for the joined dim, and vanishes where another takes it apart again. The same
+numbers in the same order; nothing is moved for the reshape itself, whatever the sizes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from collectives.jax_compat import Atom, JaxprEqn, Literal, Primitive, Var, primitive, shaped_like
+from collectives.jax_compat import Atom, JaxprEqn, Literal, Primitive, Var, known_primitive, primitive, shaped_like
 from spmd.rules import elementwise
 from spmd.rules.movement import factorize
 from spmd.trace import GlobalJaxpr, drop_dead
@@ -28,7 +28,7 @@ Groups = tuple[tuple[int, ...], ...]
 class View:
     """A value as a reshape that joins dims of another."""
 
-    of: Atom
+    of: Var
     groups: Groups
 
     def dims(self, dims: Sequence[int]) -> tuple[int, ...]:
@@ -39,45 +39,62 @@ class View:
         """The sizes behind a dim."""
         return tuple(self.of.aval.shape[inner] for inner in self.groups[dim])
 
+    @property
+    def pattern(self) -> list[tuple[int, ...]]:
+        """The sizes behind every dim."""
+        return [self.sizes(dim) for dim in range(len(self.groups))]
+
 
 def without_joins(jaxpr: GlobalJaxpr) -> GlobalJaxpr:
     """The same computation with reshapes that join dims put off; in bodies too."""
-    return _Pass(jaxpr).run()
+    found = _Pass(jaxpr, {}, {})
+    return found.finish([found.whole(atom) for atom in jaxpr.outputs])
 
 
 class _Pass:
-    """One pass over the equations of a jaxpr."""
+    """One pass over the equations of a jaxpr, of whose inputs some are given as what is behind them.
 
-    def __init__(self, jaxpr: GlobalJaxpr) -> None:
+    `views` are the joined values, with the values behind, and `same` the other values that became others; `joins` are the
+    equations that put a join off, `made` the joined values that were needed after all. `makers` made the values that stayed;
+    of inputs, those that were made of literals.
+    """
+
+    def __init__(
+        self, jaxpr: GlobalJaxpr, given: dict[Var, tuple[View, JaxprEqn]], makers: dict[Var, JaxprEqn]
+    ) -> None:
         self.jaxpr = jaxpr
-        self.views: dict[Var, View] = {}
+        self.given = given
+        self.views: dict[Var, View] = {var: view for var, (view, _) in given.items()}
         self.same: dict[Var, Atom] = {}
         self.eqns: list[JaxprEqn] = []
         self.callers = dict(jaxpr.callers)
         self.made: dict[Var, Var] = {}
-        self.joins: dict[Var, JaxprEqn] = {}
-        self.makers: dict[Var, JaxprEqn] = {}
-
-    def run(self) -> GlobalJaxpr:
-        """The new jaxpr."""
-        for eqn in self.jaxpr.eqns:
+        self.joins: dict[Var, JaxprEqn] = {var: join for var, (_, join) in given.items()}
+        self.makers = dict(makers)
+        for eqn in jaxpr.eqns:
             self.visit(eqn)
-        outputs = tuple(map(self.whole, self.jaxpr.outputs))
+
+    def finish(self, outputs: Sequence[Atom]) -> GlobalJaxpr:
+        """The new jaxpr, with these outputs."""
+        inputs = tuple(self.views[var].of if var in self.given else var for var in self.jaxpr.inputs)
         eqns, callers = tuple(drop_dead(self.eqns, list(outputs))), MappingProxyType(self.callers)
-        return dataclasses.replace(self.jaxpr, eqns=eqns, outputs=outputs, callers=callers)
+        return dataclasses.replace(self.jaxpr, inputs=inputs, eqns=eqns, outputs=tuple(outputs), callers=callers)
 
     def visit(self, eqn: JaxprEqn) -> None:
         """Emit one equation, on the values behind the joined ones where that is possible."""
+        if eqn.primitive.name == "scan" and "bodies" in eqn.params and not eqn.effects:
+            self.scan(eqn)
+            return
         if "bodies" in eqn.params:
             bodies = tuple(map(without_joins, eqn.params["bodies"]))
             eqn = eqn.replace(params={**eqn.params, "bodies": bodies})
-        operands = [self.same.get(atom, atom) if not isinstance(atom, Literal) else atom for atom in eqn.invars]
+        operands = [self.alias(atom) for atom in eqn.invars]
         eqn = eqn.replace(invars=operands)
         plain = eqn.primitive.name == "reshape" and len(operands) == 1 and eqn.params.get("dimensions") is None
         if plain and not isinstance(operands[0], Literal):
             self.reshape(eqn, operands[0])
             return
-        views = [self.views.get(atom) if not isinstance(atom, Literal) else None for atom in operands]
+        views = [self.view(atom) for atom in operands]
         expand = EXPAND.get(eqn.primitive)
         usable = expand is not None and any(views) and not eqn.effects
         inner: list[Atom] | None = [
@@ -100,6 +117,65 @@ class _Pass:
         else:
             self.views[result] = View(var, groups)
             self.joins[result] = eqn
+
+    def scan(self, eqn: JaxprEqn) -> None:
+        """A scan whose body gets joined values as what is behind them, and gives them so. A carry is that if the body makes it
+        joined as it got it; rows are, and what is stacked, along any dims but the scanned one."""
+        (body,), (consts, carries) = eqn.params["bodies"], eqn.params["counts"]
+        given: dict[Var, tuple[View, JaxprEqn]] = {}
+        makers: dict[Var, JaxprEqn] = {}
+        for at, (var, atom) in enumerate(zip(body.inputs, map(self.alias, eqn.invars), strict=True)):
+            view = self.view(atom)
+            if (
+                view is not None
+                and not isinstance(atom, Literal)
+                and (at < consts + carries or len(view.groups[0]) == 1)
+            ):
+                pattern = view.pattern if at < consts + carries else view.pattern[1:]
+                given[var] = _joined(var, pattern), self.joins[atom]
+            maker = None if isinstance(atom, Literal) or at >= consts else self.makers.get(atom)
+            if maker is not None and all(isinstance(each, Literal) for each in maker.invars):
+                makers[var] = maker
+        carried = list(zip(body.inputs[consts : consts + carries], body.outputs, strict=False))
+        while True:
+            inside = _Pass(body, given, makers)
+            changed = [
+                var
+                for var, made in carried
+                if var in given and ((view := inside.view(made)) is None or view.pattern != given[var][0].pattern)
+            ]
+            if not changed:
+                break
+            given = {var: pair for var, pair in given.items() if var not in changed}
+        outputs: list[Atom] = []
+        results: list[Var] = []
+        for at, (made, result) in enumerate(zip(body.outputs, eqn.outvars, strict=True)):
+            view = inside.view(made)
+            if view is None or (at < carries and carried[at][0] not in given):
+                outputs.append(inside.whole(made))
+                results.append(result)
+            else:
+                pattern = view.pattern if at < carries else [result.aval.shape[:1], *view.pattern]
+                self.views[result], self.joins[result] = _joined(result, pattern), eqn
+                outputs.append(view.of)
+                results.append(self.views[result].of)
+        operands = [
+            self.views[self.alias(atom)].of if var in given else self.whole(atom)
+            for var, atom in zip(body.inputs, eqn.invars, strict=True)
+        ]
+        params = {**eqn.params, "bodies": (inside.finish(outputs),)}
+        self.eqns.append(eqn.replace(invars=operands, outvars=results, params=params))
+        if eqn.outvars and eqn.outvars[0] in self.callers:
+            self.callers[results[0]] = self.callers[eqn.outvars[0]]
+
+    def alias(self, atom: Atom) -> Atom:
+        """A value, or the one that it became."""
+        return atom if isinstance(atom, Literal) else self.same.get(atom, atom)
+
+    def view(self, atom: Atom) -> View | None:
+        """How a value is joined, if it is."""
+        atom = self.alias(atom)
+        return None if isinstance(atom, Literal) else self.views.get(atom)
 
     def reshape(self, eqn: JaxprEqn, operand: Var) -> None:
         """A reshape of a joined value is one of what is behind it; one that joins whole dims is put off."""
@@ -165,10 +241,8 @@ class _Pass:
 
     def whole(self, atom: Atom) -> Atom:
         """A value as itself: a joined one by the reshape that was put off."""
-        if isinstance(atom, Literal):
-            return atom
-        atom = self.same.get(atom, atom)
-        view = self.views.get(atom) if not isinstance(atom, Literal) else None
+        atom = self.alias(atom)
+        view = self.view(atom)
         if view is None or isinstance(atom, Literal):
             return atom
         if atom not in self.made:
@@ -181,6 +255,11 @@ class _Pass:
         self.eqns.append(eqn.replace(invars=operands, outvars=[var], params=params))
         if result in self.callers:
             self.callers[var] = self.callers[result]
+
+
+def _joined(var: Var, pattern: Sequence[tuple[int, ...]]) -> View:
+    """A variable as a join of a new one, whose dims have the sizes of a pattern."""
+    return View(Var(shaped_like(var.aval, tuple(itertools.chain(*pattern)))), _groups(pattern))
 
 
 def _to(var: Var) -> dict[str, Any]:
@@ -282,9 +361,7 @@ def _broadcast_in_dim(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded |
     return {**eqn.params, "shape": sizes, "broadcast_dimensions": dims}, sizes, groups
 
 
-_reshape = primitive("reshape")
-assert _reshape is not None
-RESHAPE: Final[Primitive] = _reshape
+RESHAPE: Final = known_primitive("reshape")
 
 EXPAND: Final[dict[Primitive, Callable[[JaxprEqn, Sequence[View | None]], Expanded | None]]] = {
     found: maker

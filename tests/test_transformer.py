@@ -281,6 +281,88 @@ def test_joined_dims_stay_sharded() -> None:
         agree(flat_mlp, [numbers(3, 5, 4), numbers(4, 6), numbers(6, 4)], [at, P(), P()], [Mesh(tp=3)])
 
 
+def joined_in_the_body(x: Any, weights: Any) -> Any:
+    """What is stacked for the gradient is of rows."""
+
+    def layer(h: Any, w: Any) -> Any:
+        return flat_mlp(h, w, w.T) + h, h.reshape(-1, h.shape[-1]).sum(1).reshape(h.shape[:2])
+
+    return lax.scan(layer, x, weights)
+
+
+def joined_carry(x: Any, weights: Any) -> Any:
+    """The carry is of rows, and so is what is stacked."""
+    rows, stacked = lax.scan(lambda h, w: (jnp.tanh(h @ w + w[0]) + h, jnp.sin(h)), x.reshape(-1, x.shape[-1]), weights)
+    return rows.reshape(x.shape), stacked.reshape(weights.shape[0], *x.shape)
+
+
+def joined_scanned(x: Any, weights: Any) -> Any:
+    """What is scanned is of rows, and a carry is not always: it is joined otherwise by the body."""
+    start = weights[0][:1] * 0.0 + jnp.zeros((x.shape[1] * x.shape[2], x.shape[3]))
+    joined = x.reshape(x.shape[0], -1, x.shape[3])
+    return lax.scan(lambda h, row: (jnp.tanh(h + row), row.sum(0)), start, joined)[1] @ weights[0]
+
+
+def joined_and_recomputed(x: Any, weights: Any) -> Any:
+    return lax.scan(jax.checkpoint(lambda h, w: (flat_mlp(h, w, w.T), None)), x, weights)[0]
+
+
+@pytest.mark.parametrize("function", [joined_in_the_body, joined_carry, joined_and_recomputed])
+def test_joined_dims_in_a_scan(function: Callable[..., Any]) -> None:
+    """Rows that a body, a carry or what a gradient stacks consists of: nothing moves; one reduction for each gradient."""
+    for at in (P(tp=S(0)), P(tp=S(1))):
+        lower(function, (at, P()), struct(8, 64, 32), struct(3, 32, 32)).check()
+        gradient = jax.grad(lambda x, w: sum(jnp.sum(y**2) for y in jax.tree.leaves(function(x, w))), 1)
+        lower(gradient, (at, P()), struct(8, 64, 32), struct(3, 32, 32)).check(all_reduce=1)
+        agree(function, [numbers(3, 5, 4), numbers(2, 4, 4)], [at, P()], [Mesh(tp=3)])
+
+
+def test_joined_dims_that_are_scanned() -> None:
+    for at in (P(tp=S(1)), P(tp=S(2)), P(tp=S(0))):
+        agree(joined_scanned, [numbers(2, 3, 5, 4), numbers(2, 4, 4)], [at, P()], TWO)
+
+
+LOOKUPS: dict[str, Callable[..., Any]] = {
+    "one of each row": lambda x, t: -jax.nn.log_softmax(x)[jnp.arange(x.shape[0]), t[:, 0]],
+    "by a closed-over arange": lambda x, t: x[np.arange(x.shape[0]), t[:, 0]],
+    "by columns": lambda x, t: x.T[t[:, 0], jnp.arange(x.shape[0])],
+    "added to": lambda x, t: x.at[jnp.arange(x.shape[0]), t[:, 0]].add(x[:, 0]),
+    "set": lambda x, t: x.at[jnp.arange(x.shape[0])[:, None], t].set(7.0),
+    "several of each row": lambda x, t: x[jnp.arange(x.shape[0])[:, None], t],
+    "in three dims": lambda x, t: jnp.stack([x, -x], 1)[jnp.arange(x.shape[0])[:, None], jnp.arange(2), t],
+    "in a loop": lambda x, t: lax.scan(
+        lambda h, i: (jnp.sin(h), h[jnp.arange(x.shape[0]), t[:, i % 2]]), x, jnp.arange(3)
+    ),
+}
+"""A row of a table for every row of the result, which JAX writes as indices that count."""
+
+
+@pytest.mark.parametrize("name", sorted(LOOKUPS))
+def test_lookups_in_the_own_row(name: str) -> None:
+    """Where indices count along a dim, table and result are sharded along it, and nothing moves, in the gradient either."""
+    args, placements = (struct(16, 6), struct(16, 2, dtype=np.int32)), (P(tp=S(0)), P(tp=S(0)))
+    lower(LOOKUPS[name], placements, *args).check()
+    gradient = jax.grad(lambda x, t: sum(jnp.sum(y**2) for y in jax.tree.leaves(LOOKUPS[name](x, t))))
+    lower(gradient, placements, *args, out=P(tp=S(0))).check()
+    agree(LOOKUPS[name], [numbers(5, 6), np.arange(10).reshape(5, 2) % 11 - 5], list(placements), TWO, fallback="error")
+
+
+def test_lookups_that_do_not_count_along() -> None:
+    """Fewer rows than the table has, its diagonal, the same row twice, other orders: right, whatever moves."""
+    rows = np.arange(5) % 6 - 3
+    for function in (
+        lambda x: x[jnp.arange(3), rows[:3]],
+        lambda x: x[jnp.arange(5), jnp.arange(5)],
+        lambda x: x[jnp.arange(5)[::-1], rows],
+        lambda x: x[jnp.arange(1, 5), rows[1:]],
+        lambda x: x[jnp.arange(5) - 1, rows],
+        lambda x: x[jnp.arange(5)],
+        lambda x: x.at[jnp.zeros(5, int), jnp.arange(5)].add(2.0),
+        lambda x: x.at[jnp.arange(7), 1].set(2.0),
+    ):
+        agree(function, [numbers(5, 6)], [P(tp=S(0))], TWO)
+
+
 JOINED: dict[str, Callable[[Any], Any]] = {
     "itself": lambda x: x.reshape(-1, 4),
     "all of it": lambda x: x.reshape(-1),
