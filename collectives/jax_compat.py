@@ -65,6 +65,13 @@ def primitive(name: str) -> Primitive | None:
     return None
 
 
+def registered_primitives() -> set[str]:
+    """The names of all primitives that JAX publishes."""
+    modules = (_extend_primitives, lax, lax.linalg)
+    found = (getattr(module, name) for module in modules for name in dir(module) if name.endswith("_p"))
+    return {each.name for each in found if isinstance(each, Primitive)}
+
+
 def known_primitive(name: str) -> Primitive:
     """The primitive `name`, which every supported version has."""
     found = primitive(name)
@@ -154,6 +161,33 @@ def identity_primitive(name: str) -> Primitive:
     return made
 
 
+def function_primitive(name: str, function: Callable[..., Any]) -> Primitive:
+    """A primitive that calls `function`, of arrays, for one array or a tuple of them; differentiated and batched as it is."""
+    made = Primitive(name)
+    made.multiple_results = True
+
+    def flat(*values: Any) -> list[Any]:
+        return jax.tree.leaves(function(*values))
+
+    def abstract(*avals: Any) -> list[Any]:
+        structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
+        return [ShapedArray(each.shape, each.dtype) for each in jax.eval_shape(flat, *structs)]
+
+    def derivative(primals: Any, tangents: Any) -> Any:
+        return jax.jvp(flat, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
+
+    def over_a_batch(values: Any, dims: Any) -> Any:
+        made = jax.vmap(flat, in_axes=tuple(dims))(*values)
+        return made, [0] * len(made)
+
+    made.def_abstract_eval(abstract)
+    made.def_impl(flat)
+    mlir.register_lowering(made, mlir.lower_fun(flat, multiple_results=True))
+    ad.primitive_jvps[made] = derivative
+    batching.primitive_batchers[made] = over_a_batch
+    return made
+
+
 def is_concrete(value: Any) -> bool:
     """Whether a value is an array of JAX's or numpy's, and no tracer."""
     return type(value) is _array.ArrayImpl or type(value) is np.ndarray
@@ -194,6 +228,46 @@ def as_weak(value: Any) -> Any:
 def new_equation(like: JaxprEqn, primitive: Primitive, invars: list[Atom], outvars: list[Var]) -> JaxprEqn:
     """A parameterless equation at the source position of another."""
     return jax.extend.core.new_jaxpr_eqn(invars, outvars, primitive, {}, set(), like.source_info)
+
+
+def inline_function(function: Callable[..., Any], eqn: JaxprEqn) -> list[JaxprEqn]:
+    """What `function` does to the operands of an equation, as equations that give its results, at its source position.
+
+    `function` closes over no arrays.
+    """
+    avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in eqn.invars]
+    closed = jax.make_jaxpr(function)(*avals)
+    assert not closed.consts, closed
+    assert not any(each.primitive.name in INLINED for each in closed.jaxpr.eqns), closed
+    env: dict[Var, Atom] = dict(zip(closed.jaxpr.invars, eqn.invars, strict=True))
+    found = []
+    for each in closed.jaxpr.eqns:
+        operands = [atom if isinstance(atom, Literal) else env[atom] for atom in each.invars]
+        results = [Var(var.aval) for var in each.outvars]
+        env.update(zip(each.outvars, results, strict=True))
+        found.append(each.replace(invars=operands, outvars=results, source_info=eqn.source_info))
+    for atom, var in zip(closed.jaxpr.outvars, eqn.outvars, strict=True):
+        source = atom if isinstance(atom, Literal) else env[atom]
+        found.append(new_equation(eqn, known_primitive("copy"), [source], [var]))
+    return _without_copies(found)
+
+
+def _without_copies(eqns: list[JaxprEqn]) -> list[JaxprEqn]:
+    """Equations without the copies at their end, where these copy what one of the others made, once."""
+    made = {var: (at, index) for at, eqn in enumerate(eqns) for index, var in enumerate(eqn.outvars)}
+    kept = list(eqns)
+    for eqn in reversed(eqns):
+        if eqn.primitive.name != "copy":
+            break
+        (source,), (result,) = eqn.invars, eqn.outvars
+        used = sum(atom is source for each in eqns for atom in each.invars)
+        if isinstance(source, Literal) or source not in made or used > 1:
+            continue
+        at, index = made[source]
+        outvars = [*kept[at].outvars[:index], result, *kept[at].outvars[index + 1 :]]
+        kept[at] = kept[at].replace(outvars=outvars)
+        kept.remove(eqn)
+    return kept
 
 
 def register_array_type(cls: type, aval: Callable[[Any], Any]) -> None:

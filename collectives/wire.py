@@ -269,28 +269,44 @@ def _all_to_all(
 def _exchange(
     array: Any, rank: int, size: int, *, dim: int, have: Sequence[Bounds], want: Sequence[Bounds]
 ) -> Arranged:
+    """Only what others want is packed; what is one's own goes from the array to the result."""
     items, back = _items(array)
-    moved = _xp(items).moveaxis(items, dim, 0)
-    rest = moved.shape[1:]
-    row = math.prod(rest)
-    outgoing, incoming = [], []
+    xp, own = _xp(items), have[rank][0]
+    row = math.prod(length for d, length in enumerate(array.shape) if d != dim)
+    sent, outgoing, incoming = [], [], []
+    at = 0
     for member, wanted in enumerate(want):
-        for holder, (low, high) in cover(tuple(have), wanted, member):
+        for holder, (low, high) in cover(tuple(have), wanted, member) if member != rank else ():
             if holder == rank:
-                outgoing.append(Piece(member, (low - have[rank][0]) * row, (high - low) * row))
-            if member == rank:
-                incoming.append(Piece(holder, (low - wanted[0]) * row, (high - low) * row))
-    length = want[rank][1] - want[rank][0]
+                sent.append(_flat(_along(items, dim, low - own, high - own)))
+                outgoing.append(Piece(member, at, (high - low) * row))
+                at += (high - low) * row
+    tiles, received = cover(tuple(have), want[rank], rank), 0
+    for holder, (low, high) in tiles:
+        if holder != rank:
+            incoming.append(Piece(holder, received, (high - low) * row))
+            received += (high - low) * row
     transfer = Transfer(
-        "exchange",
-        np.dtype(items.dtype),
-        moved.shape[0] * row,
-        length * row,
-        outgoing=tuple(outgoing),
-        incoming=tuple(incoming),
+        "exchange", np.dtype(items.dtype), at, received, outgoing=tuple(outgoing), incoming=tuple(incoming)
     )
-    own = (length, *rest)
-    return Arranged(_flat(moved), transfer, lambda x: back(_xp(x).moveaxis(x.reshape(own), 0, dim)))
+
+    def result(buffer: Any) -> Any:
+        parts, start = [], 0
+        for holder, (low, high) in tiles:
+            if holder == rank:
+                parts.append(_along(items, dim, low - own, high - own))
+                continue
+            shape = [high - low if d == dim else length for d, length in enumerate(array.shape)]
+            parts.append(buffer[start : start + (high - low) * row].reshape(shape))
+            start += (high - low) * row
+        return back(parts[0] if len(parts) == 1 else xp.concatenate(parts or [_along(items, dim, 0, 0)], dim))
+
+    return Arranged(xp.concatenate(sent or [_flat(items)[:0]]), transfer, result)
+
+
+def _along(array: Any, dim: int, start: int, stop: int) -> Any:
+    """A run of indices of one dim."""
+    return array[(slice(None),) * dim + (slice(start, stop),)]
 
 
 def _broadcast(array: Any, rank: int, size: int, *, root: int) -> Arranged:

@@ -87,7 +87,51 @@ class Pieces:
         return self.table[mesh.flat_index(coordinate, self.axes)]
 
 
-Intervals = Split | Pieces
+@dataclass(frozen=True, slots=True, order=True)
+class Reach:
+    """From which indices of a dim an interval of another dim is computed; `of` is the size of that other dim.
+
+    [low, high) needs from `(low * step + first) // per` to `((high - 1) * step + last) // per`, both included, as far as the
+    dim goes; an empty interval needs nothing. `flipped`: the other dim is counted from its end. So `x[3::2]` is
+    `Reach(of, 2, 3, 3)`, and a convolution with a window of 3 and padding 1 is `Reach(of, 1, -1, 1)`.
+    """
+
+    of: int
+    step: int = 1
+    first: int = 0
+    last: int = 0
+    per: int = 1
+    flipped: bool = False
+
+    def bounds(self, interval: Bounds, size: int) -> Bounds:
+        """What `interval` needs of a dim of `size`.
+
+        >>> Reach(5, 1, -1, 1).bounds((0, 2), 5)
+        (0, 3)
+        """
+        low, high = (self.of - interval[1], self.of - interval[0]) if self.flipped else interval
+        if high <= low:
+            return 0, 0
+        first, last = (low * self.step + self.first) // self.per, ((high - 1) * self.step + self.last) // self.per
+        start = min(max(first, 0), size)
+        return start, max(start, min(last + 1, size))
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Of a dim of `size` what each piece of another dim, over mesh axes, is computed from."""
+
+    size: int
+    axes: tuple[str, ...]
+    reach: Reach
+
+    def bounds(self, mesh: Mesh, coordinate: Coordinate) -> Bounds:
+        """The interval that belongs to a coordinate."""
+        at = piece(self.reach.of, mesh.group_size(self.axes), mesh.flat_index(coordinate, self.axes))
+        return self.reach.bounds(at, self.size)
+
+
+Intervals = Split | Pieces | Window
 
 
 def cover(haves: tuple[Bounds, ...], want: Bounds, own: int | None = None) -> tuple[tuple[int, Bounds], ...]:
@@ -129,6 +173,12 @@ def busiest_transpose(size_from: int, outer_from: int, size_to: int, outer_to: i
         return max(length(piece(size_to, outer_to * n, o * n + i)) for o in range(outer_to))
 
     return max(missing(i) * wanted(i) for i in range(n))
+
+
+@functools.cache
+def longest_window(size: int, n: int, reach: Reach) -> int:
+    """The length of the longest of the windows of n pieces."""
+    return max(length(reach.bounds(piece(reach.of, n, i), size)) for i in range(n))
 
 
 @functools.cache

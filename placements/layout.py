@@ -4,6 +4,9 @@ Invariants: `dims[d]` names the axes that shard dim d, major first; `partial` pa
 all of one op; an axis occurs once at most; axes of size 1 and replicated axes do not occur. So two layouts are equal
 exactly if every coordinate holds the same part of the array. A layout knows the number of dims but no sizes: shapes are
 arguments, and bounds always come from the flat coordinate and the global size.
+
+`windows` pairs a sharded dim with a `Reach`, in the order of dims: there a coordinate holds not its piece of the dim but what
+its piece of another one is computed from. Such a layout is what one equation needs of an operand; arrays of users have none.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from placements.errors import InvalidPlacement
-from placements.intervals import Bounds, longest, piece
+from placements.intervals import Bounds, Reach, Split, Window, longest, longest_window, piece
 from placements.mesh import Coordinate, Mesh
 from placements.placement import P, Partial, Placement, Shard
 
@@ -29,10 +32,11 @@ class Layout:
     mesh: Mesh
     dims: tuple[tuple[str, ...], ...]
     partial: tuple[tuple[str, str], ...] = ()
+    windows: tuple[tuple[int, Reach], ...] = ()
     _hash: int = field(default=0, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.mesh, self.dims, self.partial)))
+        object.__setattr__(self, "_hash", hash((self.mesh, self.dims, self.partial, self.windows)))
 
     def __hash__(self) -> int:
         return self._hash
@@ -80,6 +84,11 @@ class Layout:
         return not self.partial and not any(self.dims)
 
     @property
+    def plain(self) -> Layout:
+        """The same layout with pieces in place of windows."""
+        return Layout(self.mesh, self.dims, self.partial) if self.windows else self
+
+    @property
     def placements(self) -> P:
         """The placements in canonical order: that of the mesh, and major first among the axes that share a dim."""
         named: dict[str, Placement | None] = {}
@@ -91,7 +100,7 @@ class Layout:
         return P(**named)
 
     def __str__(self) -> str:
-        return repr(self.placements)
+        return repr(self.placements) + " in windows" * bool(self.windows)
 
     def dim_of(self, axis: str) -> int | None:
         """The dim that `axis` shards, or None."""
@@ -105,23 +114,38 @@ class Layout:
         """The same layout with all axes but `axes` replicated."""
         kept = tuple(axes)
         dims = tuple(tuple(axis for axis in names if axis in kept) for names in self.dims)
-        return Layout(self.mesh, dims, tuple(pair for pair in self.partial if pair[0] in kept))
+        windows = tuple(pair for pair in self.windows if dims[pair[0]])
+        return Layout(self.mesh, dims, tuple(pair for pair in self.partial if pair[0] in kept), windows)
 
-    def with_dim(self, dim: int, axes: tuple[str, ...]) -> Layout:
-        """The same layout with dim `dim` sharded over `axes`."""
-        return Layout(self.mesh, (*self.dims[:dim], axes, *self.dims[dim + 1 :]), self.partial)
+    def with_dim(self, dim: int, axes: tuple[str, ...], reach: Reach | None = None) -> Layout:
+        """The same layout with dim `dim` sharded over `axes`, in pieces or in windows."""
+        windows = dict(self.windows)
+        windows.pop(dim, None)
+        if reach is not None:
+            windows[dim] = reach
+        dims = (*self.dims[:dim], axes, *self.dims[dim + 1 :])
+        return Layout(self.mesh, dims, self.partial, tuple(sorted(windows.items())))
 
     def with_partial(self, partial: Iterable[tuple[str, str]]) -> Layout:
         """The same layout with other parts."""
         ops = dict(partial)
-        return Layout(self.mesh, self.dims, tuple((axis, ops[axis]) for axis in self.mesh.axis_names if axis in ops))
+        parts = tuple((axis, ops[axis]) for axis in self.mesh.axis_names if axis in ops)
+        return Layout(self.mesh, self.dims, parts, self.windows)
+
+    def intervals(self, dim: int, size: int) -> Split | Window:
+        """What coordinates hold of a dim of `size`."""
+        reach = dict(self.windows).get(dim)
+        return Split(size, self.dims[dim]) if reach is None else Window(size, self.dims[dim], reach)
 
     def bounds(self, shape: Shape, coordinate: Coordinate) -> tuple[Bounds, ...]:
         """The half-open bounds, per dim, of what `coordinate` holds of an array of global `shape`."""
-        return tuple(
+        found = [
             piece(size, self.mesh.group_size(axes), self.mesh.flat_index(coordinate, axes)) if axes else (0, size)
             for size, axes in zip(shape, self.dims, strict=True)
-        )
+        ]
+        for dim, _ in self.windows:
+            found[dim] = self.intervals(dim, shape[dim]).bounds(self.mesh, coordinate)
+        return tuple(found)
 
     def local_shape(self, shape: Shape, coordinate: Coordinate) -> Shape:
         """The shape of what `coordinate` holds of an array of global `shape`."""
@@ -137,10 +161,13 @@ class Layout:
 
     def largest_local_shape(self, shape: Shape) -> Shape:
         """The largest local shape over all coordinates (one coordinate has it: distinct dims use distinct axes)."""
-        return tuple(
+        found = [
             longest(size, self.mesh.group_size(axes)) if axes else size
             for size, axes in zip(shape, self.dims, strict=True)
-        )
+        ]
+        for dim, reach in self.windows:
+            found[dim] = longest_window(shape[dim], self.mesh.group_size(self.dims[dim]), reach)
+        return tuple(found)
 
     def largest_local_size(self, shape: Shape) -> int:
         """The number of elements of the largest local shape."""

@@ -124,9 +124,35 @@ def movable_axes(source: Layout, target: Layout) -> tuple[str, ...]:
 
 
 def steps_from(layout: Layout, target: Layout, movable: tuple[str, ...], shape: Shape) -> Iterator[Step]:
-    """Every step of the table that leads away from `layout`. Parts are made only where `target` has them."""
-    for steps in STEPS.values():
-        yield from steps(layout, target, movable, shape)
+    """Every step of the table that leads away from `layout`. Parts are made only where `target` has them.
+
+    Windows are made last, dim by dim: by an exchange from the pieces of the same axes, or where the dim is whole by a slice.
+    """
+    if target.windows and layout.partial == target.partial:
+        yield from _windows(layout, target, shape)
+    if not layout.windows:
+        for steps in STEPS.values():
+            yield from steps(layout, target, movable, shape)
+
+
+def _windows(layout: Layout, target: Layout, shape: Shape) -> Iterator[Step]:
+    """The next step to windows, where all other dims are as the target has them, or whole and to be sliced to windows."""
+    waiting = [dim for dim, reach in target.windows if (dim, reach) not in layout.windows]
+    windowed = {dim for dim, _ in target.windows}
+    for dim, axes in enumerate(target.dims):
+        if layout.dims[dim] != axes and not (dim in windowed and not layout.dims[dim]):
+            return
+    for dim in waiting[:1]:
+        axes, reach = target.dims[dim], dict(target.windows)[dim]
+        after = layout.with_dim(dim, axes, reach)
+        if not layout.dims[dim]:
+            yield Step("slice", axes, layout, after, 0, dim)
+            continue
+        have, want = layout.intervals(dim, shape[dim]), after.intervals(dim, shape[dim])
+        missing = busiest_exchange(layout.mesh, have, want)
+        group = tuple(axis for axis in layout.mesh.axis_names if axis in axes)
+        received = missing * _others(layout, shape, dim)
+        yield Step("exchange" if missing else "slice", group, layout, after, received, dim)
 
 
 def _check_pair(source: Layout, target: Layout, shape: Shape) -> None:

@@ -30,6 +30,7 @@ from spmd.errors import (
     SpmdError,
     TransformationError,
 )
+from spmd.extend import register_rule, rule
 from spmd.factories import arange, distribute, from_callback, from_local, full, ones, zeros
 from spmd.prefix import placements_like
 from spmd.program import Program
@@ -64,6 +65,8 @@ __all__ = [
     "ones",
     "placements_like",
     "random",
+    "register_rule",
+    "rule",
     "set_mesh",
     "use_mesh",
     "value_and_grad",

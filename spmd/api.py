@@ -21,11 +21,12 @@ import numpy as np
 from collectives.jax_compat import Tracer, is_concrete, trace_context, under_make_jaxpr
 from placements import Layout, Mesh, P, PlacementError, plan_steps
 from placements.mesh import Coordinate
-from spmd.aligned import with_aligned_lookups
 from spmd.array import DArray, aval_in_trace, shards_of
 from spmd.current import current_mesh, kind_name
 from spmd.errors import ArgumentError, FallbackError, PlacementWarning, TransformationError
 from spmd.execute import Executable, Ranks
+from spmd.indices import with_known_indices
+from spmd.joins import without_joins
 from spmd.lower import as_struct
 from spmd.plan import item_sizes
 from spmd.prefix import PlacedLeaf, place_leaves
@@ -34,7 +35,6 @@ from spmd.propagate import plan
 from spmd.signature import Signature, read_signature
 from spmd.trace import constrain, is_large, trace, tracing_mesh
 from spmd.validate import valid_layout, valid_merge
-from spmd.views import without_joins
 
 Fallbacks = Literal["warn", "error", "allow"]
 Redistribution = Literal["error", "allow"]
@@ -253,7 +253,7 @@ class SpmdFunction:
             return isinstance(value, DArray) or is_large(value)
 
         traced = trace(flat, [as_struct(leaf.aval) for leaf in leaves], mesh, is_hidden)
-        jaxpr = without_joins(with_aligned_lookups(traced))
+        jaxpr = without_joins(with_known_indices(traced))
         treedef = trees[-1]
         skeleton = jax.tree.unflatten(treedef, [atom.aval for atom in jaxpr.outputs])
         stated = self._result_placements(skeleton, mesh)
@@ -439,7 +439,7 @@ def jit(
     if fallback not in ("warn", "error", "allow") or redistribute not in ("error", "allow"):
         raise ArgumentError(
             f'spmd.jit: fallback is "warn", "error" or "allow", redistribute is "error" or "allow"; '
-            f"got {fallback!r}, {redistribute!r}."
+            f"got fallback={fallback!r}, redistribute={redistribute!r}."
         )
 
     if mesh is not None and not isinstance(mesh, Mesh):

@@ -39,7 +39,6 @@ class DArray:
     """
 
     __slots__ = ("__weakref__", "_aval", "_gone", "_shards", "layout", "placements")
-    __array_ufunc__ = None
     __hash__ = None  # type: ignore[assignment]
 
     layout: Layout
@@ -178,6 +177,14 @@ class DArray:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         return np.array(self.whole("np.asarray"), dtype, copy=copy)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        """What numpy calls for `np.sin(x)`, `np.sum(x)` and `array * x`: inside a decorated function that of `jax.numpy`."""
+        name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
+        inside = getattr(jnp, name, None)
+        if tracing_mesh() is None or inside is None or options:
+            raise EagerError(_eager(f"numpy's {name}", self))
+        return inside(*(each.__jax_array__() if isinstance(each, DArray) else each for each in inputs))
 
     def __float__(self) -> float:
         return float(self.whole("float"))

@@ -134,7 +134,7 @@ def _hoisted(body: Plan, constants: Layouts) -> Layouts:
     found = list(constants)
     for index, (var, layout) in enumerate(zip(body.jaxpr.inputs, constants, strict=False)):
         moves = [move for planned in body.eqns for move in planned.moves if move.atom is var and move.communicates]
-        if len(moves) == 1 and moves[0].source == layout:
+        if len(moves) == 1 and moves[0].source == layout and not moves[0].target.windows:
             found[index] = moves[0].target
     return tuple(found)
 

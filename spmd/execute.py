@@ -50,11 +50,11 @@ def simulate(program: Program, inputs: Sequence[Ranks]) -> list[Ranks]:
     for position, coordinate in enumerate(mesh.coordinates()):
         values = [*(numbers[i] for i in coordinate), *(value[position] for value in inputs)]
         walks.append(_walk(program.jaxpr(coordinate), values, memo))
-    return _together(walks, memo)
+    return [tuple(column) for column in zip(*_together(walks, memo), strict=True)]
 
 
-def _together(walks: list[Walk], memo: Memo) -> list[Ranks]:
-    """Let all ranks walk from collective to collective."""
+def _together(walks: list[Walk], memo: Memo) -> list[list[Any]]:
+    """Let all ranks walk from collective to collective: what each returns."""
     results: Sequence[Any] = [None] * len(walks)
     while True:
         memo.clear()
@@ -66,7 +66,7 @@ def _together(walks: list[Walk], memo: Memo) -> list[Ranks]:
                 returned.append(stop.value)
         if returned:
             assert not arrived, "the ranks have different numbers of collectives"
-            return [tuple(column) for column in zip(*returned, strict=True)]
+            return returned
         eqns, operands = [eqn for eqn, _ in arrived], [values for _, values in arrived]
         assert all(eqn.primitive is eqns[0].primitive for eqn in eqns), "the ranks have different collectives"
         name = primitives.BY_PRIMITIVE.get(eqns[0].primitive)
@@ -83,41 +83,46 @@ def _together(walks: list[Walk], memo: Memo) -> list[Ranks]:
 def _bodies(closed: Sequence[Any], inputs: Sequence[list[Any]]) -> list[list[Any]]:
     """One body on every rank, side by side: what each rank returns."""
     memo: Memo = {}
-    found = _together([_walk(body, values, memo) for body, values in zip(closed, inputs, strict=True)], memo)
-    return [list(row) for row in zip(*found, strict=True)] if found else [[] for _ in closed]
+    return _together([_walk(body, values, memo) for body, values in zip(closed, inputs, strict=True)], memo)
 
 
 def _simulate_scan(eqns: list[Any], operands: list[list[Any]]) -> list[list[Any]]:
+    """Ranks of several shape classes may have different numbers of constants and carries: a carry that one of them does not
+    change is a constant there."""
     params = eqns[0].params
-    n_consts, n_carry = jax_compat.scan_counts(eqns[0])
+    counts = [jax_compat.scan_counts(eqn) for eqn in eqns]
     bodies = [eqn.params["jaxpr"] for eqn in eqns]
-    constants = [values[:n_consts] for values in operands]
+    constants = [values[:first] for values, (first, _) in zip(operands, counts, strict=True)]
 
     def step(carries: list[list[Any]], rows: list[list[Any]]) -> tuple[list[list[Any]], list[list[Any]]]:
         made = _bodies(bodies, [[*c, *k, *x] for c, k, x in zip(constants, carries, rows, strict=True)])
-        return [values[:n_carry] for values in made], [values[n_carry:] for values in made]
+        pairs = list(zip(made, counts, strict=True))
+        return [values[:carried] for values, (_, carried) in pairs], [
+            values[carried:] for values, (_, carried) in pairs
+        ]
 
-    init = [values[n_consts : n_consts + n_carry] for values in operands]
-    xs = [values[n_consts + n_carry :] for values in operands]
+    init = [values[first : first + carried] for values, (first, carried) in zip(operands, counts, strict=True)]
+    xs = [values[sum(count) :] for values, count in zip(operands, counts, strict=True)]
     carries, stacked = lax.scan(step, init, xs, length=params["length"], reverse=params["reverse"])
     return [[*carry, *ys] for carry, ys in zip(carries, stacked, strict=True)]
 
 
 def _simulate_while(eqns: list[Any], operands: list[list[Any]]) -> list[list[Any]]:
     """The predicate is the same on all ranks: that of the first decides."""
-    params = eqns[0].params
-    first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    firsts = [eqn.params["cond_nconsts"] for eqn in eqns]
+    seconds = [first + eqn.params["body_nconsts"] for eqn, first in zip(eqns, firsts, strict=True)]
     conditions, bodies = ([eqn.params[name] for eqn in eqns] for name in ("cond_jaxpr", "body_jaxpr"))
 
     def proceed(carries: list[list[Any]]) -> Any:
-        inputs = [[*values[:first], *carry] for values, carry in zip(operands, carries, strict=True)]
+        inputs = [[*values[:at], *carry] for values, at, carry in zip(operands, firsts, carries, strict=True)]
         return _bodies(conditions, inputs)[0][0]
 
     def step(carries: list[list[Any]]) -> list[list[Any]]:
-        inputs = [[*values[first:second], *carry] for values, carry in zip(operands, carries, strict=True)]
+        rows = zip(operands, firsts, seconds, carries, strict=True)
+        inputs = [[*values[first:second], *carry] for values, first, second, carry in rows]
         return _bodies(bodies, inputs)
 
-    return lax.while_loop(proceed, step, [values[second:] for values in operands])
+    return lax.while_loop(proceed, step, [values[at:] for values, at in zip(operands, seconds, strict=True)])
 
 
 def _simulate_cond(eqns: list[Any], operands: list[list[Any]]) -> list[list[Any]]:

@@ -2,24 +2,26 @@
 
 As in Shardy, every dim of every operand and result is a product of factors, major first, in the spirit of einsum:
 `"m k, k n -> m n"`. A factor is *pass-through*, a *reduction* (absent from the results: sharding it yields parts), or
-*replicated* (must not be sharded). `passes` says in which operands the equation is linear. An `Assignment` gives mesh axes to
-factors and to parts; from it follow the layouts of all operands and results. The planner knows nothing else of an
-equation.
+*replicated* (must not be sharded). `passes` says in which operands the equation is linear. Along a dim with `windows` a shard
+of the factor is computed from a window of the operand: from neighbours' elements too, and from no others. An `Assignment`
+gives mesh axes to factors and to parts; from it follow the layouts of all operands and results. The planner knows nothing
+else of an equation.
 
-Invariants, checked by `check_rule`: one entry per operand, result and dim; the factors of a dim multiply to its size; a
-factor with no dim in any operand is created, one with no dim in any result is a reduction or replicated.
+Invariants, checked by `check_rule`: one entry per operand, result and dim; the factors of a dim without windows multiply to
+its size; a factor with no dim in any operand is created, one with no dim in any result is a reduction or replicated.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from collectives.jax_compat import JaxprEqn
 from placements import Layout, Mesh
+from placements.intervals import Reach
 from placements.placement import REDUCTIONS
 from spmd.errors import RuleError
 
@@ -46,6 +48,9 @@ class Passes:
 class Rule:
     """How one equation may be sharded. `resize` maps its parameters to local ones; `local` replaces its computation.
 
+    `windows` are triples of an operand, a dim, and how far its only factor reaches. `uneven` are windows of dims whose first
+    factor does not divide over the ranks: pieces of the result are then no pieces of the operand, but made of nearly those.
+
     `resize(params, operand_shapes, result_shapes)` gets local shapes. `local(call, operands)` gets a `lower.LocalCall`.
     `flops` is the work of the whole equation.
     """
@@ -56,6 +61,8 @@ class Rule:
     reductions: tuple[tuple[int, str], ...] = ()
     replicated: tuple[int, ...] = ()
     passes: tuple[Passes, ...] = ()
+    windows: tuple[tuple[int, int, Reach], ...] = ()
+    uneven: tuple[tuple[int, int, Reach], ...] = ()
     resize: Callable[[dict[str, Any], list[tuple[int, ...]], list[tuple[int, ...]]], dict[str, Any]] | None = None
     local: Callable[[Any, list[Any]], list[Any]] | None = None
     flops: float = 0.0
@@ -72,6 +79,10 @@ class Rule:
         return (f for f in range(len(self.sizes)) if f not in self.replicated and f not in minor)
 
     def divides(self, factor: int, n: int) -> bool:
+        """Whether the chunks of `factor` over n ranks are chunks of every dim that it is major in, or windows of them."""
+        return self.is_even(factor, n) or any(self.operands[at][dim][0] == factor for at, dim, _ in self.uneven)
+
+    def is_even(self, factor: int, n: int) -> bool:
         """Whether the chunks of `factor` over n ranks are chunks of every dim that it is major in."""
         alone = all(
             math.prod(self.sizes[f] for f in factors) == self.sizes[factor]
@@ -105,8 +116,19 @@ class Assignment:
 
 def layouts(rule: Rule, assignment: Assignment, mesh: Mesh) -> tuple[tuple[Layout, ...], tuple[Layout, ...]] | None:
     """The layouts of operands and results under an assignment; None where parts of different ops would mix."""
+    windows = rule.windows
+    for window in rule.uneven:
+        factor = rule.operands[window[0]][window[1]][0]
+        axes = assignment.axes_of(factor)
+        windows += () if rule.is_even(factor, mesh.group_size(axes)) else (window,)
     operands = tuple(
-        _layout(dims, assignment, mesh, tuple((axis, op) for axis, op, p in assignment.parts if index in p.operands))
+        _layout(
+            dims,
+            assignment,
+            mesh,
+            tuple((axis, op) for axis, op, p in assignment.parts if index in p.operands),
+            tuple((dim, reach) for operand, dim, reach in windows if operand == index),
+        )
         for index, dims in enumerate(rule.operands)
     )
     parts = tuple((axis, op) for axis, op, _ in assignment.parts)
@@ -117,10 +139,16 @@ def layouts(rule: Rule, assignment: Assignment, mesh: Mesh) -> tuple[tuple[Layou
 
 
 @functools.cache
-def _layout(dims: Dims, assignment: Assignment, mesh: Mesh, parts: tuple[tuple[str, str], ...]) -> Layout:
+def _layout(
+    dims: Dims,
+    assignment: Assignment,
+    mesh: Mesh,
+    parts: tuple[tuple[str, str], ...],
+    windows: tuple[tuple[int, Reach], ...] = (),
+) -> Layout:
     axes = dict(assignment.factors)
     sharded = tuple(tuple(axis for factor in factors for axis in axes.get(factor, ())) for factors in dims)
-    return Layout(mesh, sharded).with_partial(parts)
+    return Layout(mesh, sharded, (), tuple(pair for pair in windows if sharded[pair[0]])).with_partial(parts)
 
 
 def check_shape(rule: Rule, eqn: JaxprEqn) -> None:
@@ -129,7 +157,8 @@ def check_shape(rule: Rule, eqn: JaxprEqn) -> None:
         if len(entries) != len(atoms):
             raise RuleError(f"{eqn.primitive}: the rule names {len(entries)} {kind}s, the equation has {len(atoms)}.")
         for index, (dims, atom) in enumerate(zip(entries, atoms, strict=True)):
-            _check_dims(rule, f"{eqn.primitive}: {kind} {index}", dims, atom.aval.shape)
+            windowed = [dim for operand, dim, _ in rule.windows if kind == "operand" and operand == index]
+            _check_dims(rule, f"{eqn.primitive}: {kind} {index}", dims, atom.aval.shape, windowed)
     seen = {factor for dims in rule.operands for factors in dims for factor in factors}
     kept = {factor for dims in rule.results for factors in dims for factor in factors}
     lost = seen - kept - {factor for factor, _ in rule.reductions} - set(rule.replicated)
@@ -140,10 +169,13 @@ def check_shape(rule: Rule, eqn: JaxprEqn) -> None:
             raise RuleError(f"{eqn.primitive}: parts pass in operands {passes.operands}, of {len(eqn.invars)}.")
 
 
-def _check_dims(rule: Rule, what: str, dims: Dims, shape: tuple[int, ...]) -> None:
+def _check_dims(rule: Rule, what: str, dims: Dims, shape: tuple[int, ...], windowed: Sequence[int]) -> None:
     if len(dims) != len(shape):
         raise RuleError(f"{what}: the rule names {len(dims)} dims, the shape is {shape}.")
     for dim, (factors, size) in enumerate(zip(dims, shape, strict=True)):
-        if factors and math.prod(rule.sizes[factor] for factor in factors) != size:
+        if dim in windowed:
+            if len(factors) != 1:
+                raise RuleError(f"{what}: dim {dim} has windows, so one factor, not {len(factors)}.")
+        elif factors and math.prod(rule.sizes[factor] for factor in factors) != size:
             sizes = [rule.sizes[factor] for factor in factors]
             raise RuleError(f"{what}: the factors of dim {dim} have sizes {sizes}, the dim has {size}.")

@@ -20,7 +20,7 @@ from collectives import jax_compat, primitives
 from collectives.jax_compat import Literal, ShapedArray
 from collectives.simulated import identity, reduction_dtype
 from placements import Layout, Mesh, Split, Step
-from placements.intervals import length
+from placements.intervals import Window, length
 from placements.layout import Shape
 from placements.mesh import Coordinate
 from spmd.errors import ArgumentError
@@ -58,6 +58,21 @@ class Place:
             return start
         return lax.add(start, lax.div(lax.add(lax.mul(i, np.int32(rest)), np.int32(n - 1)), np.int32(n)))
 
+    def reached(self, window: Window) -> tuple[Any, Any]:
+        """Where this rank's window of a dim would begin if the dim had no ends, and where it does, traced."""
+        reach, axes = window.reach, window.axes
+        low = self.start(reach.of, axes)
+        if reach.flipped:
+            count = length(Split(reach.of, axes).bounds(self.mesh, self.coordinate))
+            low = lax.sub(np.int32(reach.of - count), low)
+        first = jnp.floor_divide(low * np.int32(reach.step) + np.int32(reach.first), np.int32(reach.per))
+        return first, jnp.clip(first, 0, window.size)
+
+    def begin(self, layout: Layout, dim: int, size: int) -> Any:
+        """Where this rank's part of a dim begins, traced."""
+        held = layout.intervals(dim, size)
+        return self.reached(held)[1] if isinstance(held, Window) else self.start(size, held.axes)
+
 
 @dataclass(frozen=True, slots=True)
 class LocalCall:
@@ -67,6 +82,11 @@ class LocalCall:
     operand_layouts: tuple[Layout, ...]
     result_layouts: tuple[Layout, ...]
     result_shapes: list[Shape]
+
+    def window(self, index: int, shape: Shape, dim: int) -> Window | None:
+        """The window that this rank has of a dim of an operand of global `shape`; None if it has a piece, or all."""
+        held = self.operand_layouts[index].intervals(dim, shape[dim])
+        return held if isinstance(held, Window) else None
 
     def offset(self, layout: Layout, shape: Shape, dim: int) -> Any | None:
         """Where along `dim` this rank's part of an array of global `shape` begins, traced; None if it holds all."""
@@ -289,7 +309,7 @@ def _all_to_all(step: Step, shape: Shape, place: Place) -> dict[str, Any]:
 
 def _exchange(step: Step, shape: Shape, place: Place) -> dict[str, Any]:
     dim = step.dim or 0
-    have, want = (Split(shape[dim], layout.dims[dim]) for layout in (step.source, step.target))
+    have, want = (layout.intervals(dim, shape[dim]) for layout in (step.source, step.target))
     return {"dim": dim, "have": have, "want": want, "out_sizes": _sizes(step, shape, place, dim)}
 
 
@@ -308,9 +328,9 @@ predicate."""
 def _starts(step: Step, shape: Shape, place: Place, inner: Layout, outer: Layout) -> list[Any]:
     """Where the piece of `inner` begins within that of `outer`: it differs along the step's dim alone."""
     dim = step.dim or 0
-    start = place.start(shape[dim], inner.dims[dim])
+    start = place.begin(inner, dim, shape[dim])
     if outer.dims[dim]:
-        start = lax.sub(start, place.start(shape[dim], outer.dims[dim]))
+        start = lax.sub(start, place.begin(outer, dim, shape[dim]))
     return [start if d == dim else np.int32(0) for d in range(len(shape))]
 
 
@@ -341,13 +361,15 @@ LOCAL: Final[dict[str, Callable[[Step, Any, Shape, Place], Any]]] = {"mask": _ma
 """Per local step how it acts on a local value."""
 
 
-def uneven_splits(plan: Plan) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    """Every (size, axes) by which a plan splits a dim into pieces of two lengths, sorted."""
-    found: set[tuple[int, tuple[str, ...]]] = set()
+def uneven_splits(plan: Plan) -> tuple[Split | Window, ...]:
+    """Every splitting of a dim, by a plan, into pieces or windows that may be of several lengths; in a fixed order."""
+    found: set[Split | Window] = set()
 
     def add(shape: Shape, layout: Layout) -> None:
-        pairs = zip(shape, layout.dims, strict=True)
-        found.update((size, axes) for size, axes in pairs if axes and size % plan.mesh.group_size(axes))
+        for dim, (size, axes) in enumerate(zip(shape, layout.dims, strict=True)):
+            held = layout.intervals(dim, size)
+            if axes and (isinstance(held, Window) or size % plan.mesh.group_size(axes)):
+                found.add(held)
 
     for each in plan.flat():
         for var, layout in zip(each.jaxpr.inputs, each.arrivals, strict=True):
@@ -358,9 +380,9 @@ def uneven_splits(plan: Plan) -> tuple[tuple[int, tuple[str, ...]], ...]:
     for found_move in plan.moves():
         for step in found_move.move.steps:
             add(found_move.move.atom.aval.shape, step.target)
-    return tuple(sorted(found))
+    return tuple(sorted(found, key=repr))
 
 
-def shape_key(mesh: Mesh, splits: tuple[tuple[int, tuple[str, ...]], ...], coordinate: Coordinate) -> tuple[int, ...]:
+def shape_key(mesh: Mesh, splits: Sequence[Split | Window], coordinate: Coordinate) -> tuple[int, ...]:
     """What the local shapes at a coordinate depend on: coordinates with equal keys are one shape class."""
-    return tuple(length(Split(size, axes).bounds(mesh, coordinate)) for size, axes in splits)
+    return tuple(length(split.bounds(mesh, coordinate)) for split in splits)

@@ -87,16 +87,20 @@ def _joining(
     if kind is None:
         return []
     found: list[tuple[int, Move]] = []
-    taken: set[int] = {id(leader.atom)}
+    taken: set[Version] = {_version(leader)}
     for point in range(at, len(points)):
         for move in points[point][index + 1 if point == at else 0 :]:
-            if move.joined or facts[id(move)].kind != kind or facts[id(move)].nbytes > room or id(move.atom) in taken:
+            if move.joined or facts[id(move)].kind != kind or facts[id(move)].nbytes > room or _version(move) in taken:
                 continue
             if isinstance(move.atom, Literal) or made.get((id(move.atom), move.source), -1) < at:
                 found.append((point, move))
-                taken.add(id(move.atom))
+                taken.add(_version(move))
                 room -= facts[id(move)].nbytes
     return found
+
+
+def _version(move: Move) -> Version:
+    return id(move.atom), move.target
 
 
 def _kind(move: Move) -> Hashable:
@@ -114,6 +118,11 @@ def _bytes(move: Move) -> int:
 
 
 def _is_small(move: Move, machine: Machine) -> bool:
-    """Whether packing and unpacking costs less than the latency of a message."""
-    layouts = (move.source, *(step.target for step in move.steps))
-    return 2 * machine.memory_us(max(local_bytes(move.atom.aval, layout) for layout in layouts)) < machine.latency_us
+    """Whether packing and unpacking costs less than the latency of a message. Of an exchange only what is sent is packed."""
+    aval, packed = move.atom.aval, 0
+    for step in move.steps:
+        if step.name == "exchange":
+            packed = max(packed, step_bytes(step, item_sizes(aval)))
+        elif step.communicates:
+            packed = max(packed, *(local_bytes(aval, layout) for layout in (step.source, step.target)))
+    return 2 * machine.memory_us(packed) < machine.latency_us

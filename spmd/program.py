@@ -22,7 +22,8 @@ import jax
 from collectives.jax_compat import UNKNOWN, Literal, Source, bodies_of, raw_bytes
 from collectives.primitives import TABLE
 from collectives.simulated import reduction_dtype
-from placements import Mesh
+from placements import Mesh, Split
+from placements.intervals import Window
 from placements.mesh import Coordinate
 from placements.redistribute import step_bytes
 from spmd.errors import ArgumentError, CommunicationMismatch
@@ -183,7 +184,7 @@ class Program:
         return Cost(self.plan.communication_us(), self.plan.compute_us())
 
     @functools.cached_property
-    def _splits(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    def _splits(self) -> tuple[Split | Window, ...]:
         return uneven_splits(self.plan)
 
     @functools.cached_property
@@ -242,7 +243,12 @@ class Program:
 
     def comparable(self) -> str:
         """The text, and all else that the digest is made of: what ranks compare when their digests differ."""
-        lines = [*program_lines(self), *self._digested()]
+        whole = [
+            f"argument {name}: {var.aval.str_short()} as a whole (a rank's own piece goes to spmd.from_local)"
+            for name, var in zip(self.names, self.plan.jaxpr.inputs, strict=False)
+        ]
+        first, *text = program_lines(self)
+        lines = [first, *whole, *text, *self._digested()]
         for var, value in self.plan.jaxpr.constants:
             uses = [eqn for eqn in self.plan.jaxpr.eqns if var in eqn.invars]
             where = f", used at {self.plan.jaxpr.source(uses[0])}" if uses else ""

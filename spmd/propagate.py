@@ -35,6 +35,7 @@ from spmd.errors import FallbackError
 from spmd.exact import Exactness
 from spmd.factors import Assignment, Passes, Rule, layouts
 from spmd.messages import merged
+from spmd.phases import PHASES
 from spmd.plan import Move, Plan, PlannedEqn, item_sizes
 from spmd.rules import rule_of
 from spmd.trace import GlobalJaxpr, constrain_p, is_widening, nbytes, place_like_p
@@ -44,15 +45,14 @@ CARRIES_ZERO: Final = frozenset({"broadcast_in_dim", "convert_element_type", "co
 """What makes zeros of zeros."""
 
 
-REMEDY: Final = dict.fromkeys(
-    ("slice", "split"), ", as it is cut along a sharded dim: give what is cut a dim of its own"
-)
-"""What a Program says, beside the reason, of operands that are gathered for an equation."""
+CUT: Final = ", as it is cut along a sharded dim: give what is cut a dim of its own"
+"""What a Program says, beside the reason, of an operand of which a slice moves much."""
 
 
 @dataclass(slots=True)
 class Versions:
-    """The layouts in which a value is available: that of its producer first, then those that moves yielded.
+    """The layouts in which a value is available: that of its producer first, then those that moves yielded; `windows` for one
+    use each.
 
     `resplit` is what a value that had to be gathered counts as sharded by, though it is yet to be sliced.
     """
@@ -60,6 +60,7 @@ class Versions:
     aval: Any
     made: list[Layout]
     free: list[Layout] = field(default_factory=list)
+    windows: list[Layout] = field(default_factory=list)
     resplit: Layout | None = None
 
     @property
@@ -123,7 +124,8 @@ class Problem:
     """What is to be planned. `keeps_parts`: results without a target may leave in parts, as those of a loop's body do.
 
     `split` are the layouts that inputs count as sharded by, though they arrive whole: a loop gathered them before it.
-    `bodies` are the plans of bodies made so far: one is asked for in every round of everything around it.
+    `bodies` are the plans of bodies made so far: one is asked for in every round of everything around it; `instead` the
+    equations that stand for one.
     """
 
     jaxpr: GlobalJaxpr
@@ -138,31 +140,36 @@ class Problem:
     keeps_parts: bool = False
     split: tuple[Layout | None, ...] = ()
     bodies: dict[Any, Plan] = field(default_factory=dict, compare=False)
+    instead: dict[int, list[JaxprEqn]] = field(default_factory=dict, compare=False)
 
 
 def cheapest(problem: Problem) -> Plan:
-    """The cheapest plan of some rounds, with and without splitting again what had to be gathered; of equals the first."""
+    """The cheapest plan of some rounds, with and without splitting again what had to be gathered, and with and without moving
+    shards to another dim where an equation needs one whole; of equals the first."""
     plans: list[Plan] = []
-    for resplits in (False, True):
+    may_gather = may_turn = True
+    for resplits, turns in ((False, False), (False, True), (True, False), (True, True)):
+        if (resplits and not may_gather) or (turns and not may_turn):
+            continue
         wishes: Wishes = {}
         for _ in range(ROUNDS):
-            planner = Planner(problem, wishes, resplits)
+            planner = Planner(problem, wishes, resplits, turns)
             plans.append(planner.run())
             new = wishes_of(plans[-1], problem)
             if new == wishes:
                 break
             wishes = new
-        if not planner.gathers:
-            break
+        if not resplits and not turns:
+            may_gather, may_turn = planner.gathers, planner.is_stuck
     return merged(min(plans, key=lambda found: round(found.total_us(), 6)))
 
 
 class Planner:
     """The state of one forward pass: the versions of every value."""
 
-    def __init__(self, problem: Problem, wishes: Wishes, resplits: bool) -> None:
-        self.problem, self.wishes, self.resplits = problem, wishes, resplits
-        self.gathers = False
+    def __init__(self, problem: Problem, wishes: Wishes, resplits: bool, turns: bool) -> None:
+        self.problem, self.wishes, self.resplits, self.turns = problem, wishes, resplits, turns
+        self.gathers = self.is_stuck = False
         self.forced: list[str] = []
         self.jaxpr, self.mesh, self.machine = problem.jaxpr, problem.mesh, problem.machine
         self.axes = tuple(axis for axis, size in self.mesh.axes if size > 1)
@@ -197,7 +204,7 @@ class Planner:
         entry, self.moves = tuple(self.moves), []
         for var, value in self.jaxpr.constants:
             self.define(var, Layout.replicated(self.mesh, np.ndim(value)))
-        eqns = tuple(self.plan_eqn(eqn) for eqn in self.jaxpr.eqns)
+        eqns = tuple(planned for eqn in self.jaxpr.eqns for planned in self.plan_eqn(eqn))
         self.moves, departures = [], []
         for index, (atom, wanted_as) in enumerate(zip(self.jaxpr.outputs, problem.outputs, strict=True)):
             self.asking = None if isinstance(atom, Literal) else self.makers.get(atom)
@@ -231,7 +238,7 @@ class Planner:
         A value in parts is first reduced to where all its later uses together would have it.
         """
         versions = self.versions(atom)
-        if target in versions:
+        if target in versions or target in versions.windows:
             return
         wish = self.unsettled_wish(atom)
         if wish is not None and wish != target and not target.partial:
@@ -246,7 +253,8 @@ class Planner:
         source = min(versions, key=lambda layout: path_us(layout, target, shape, sizes, self.machine))
         steps = plan_steps(source, target, shape, sizes, self.machine)
         self.moves.append(Move(atom, source, target, steps, reason, self.asking))
-        (versions.made if any(step.communicates for step in steps) else versions.free).append(target)
+        sent = any(step.communicates for step in steps)
+        (versions.windows if target.windows else versions.made if sent else versions.free).append(target)
 
     def unsettled_wish(self, atom: Atom) -> Layout | None:
         """Where a value that exists in parts alone is to be reduced to, if its later uses have said so."""
@@ -299,9 +307,29 @@ class Planner:
             )
         return bodies[key]
 
-    def plan_eqn(self, eqn: JaxprEqn) -> PlannedEqn:
-        """Decide one equation, and record the moves of its operands."""
+    def instead(self, eqn: JaxprEqn, make: Callable[[JaxprEqn], list[JaxprEqn]]) -> list[JaxprEqn]:
+        """Equations that are planned in place of one: the same in every round."""
+        made = self.problem.instead.setdefault(id(eqn), [])
+        if not made:
+            made += make(eqn)
+        for each in made:
+            self.makers.update(dict.fromkeys(each.outvars, each))
+            for atom in each.invars:
+                if not isinstance(atom, Literal):
+                    self.uses.setdefault(atom, []).append(each)
+        return made
+
+    def plan_eqn(self, eqn: JaxprEqn) -> list[PlannedEqn]:
+        """Decide one equation, and record the moves of its operands. It may be planned as several."""
         self.moves, self.asking = [], eqn
+        if eqn.primitive.name in PHASES and not eqn.effects:
+            found = PHASES[eqn.primitive.name](self, eqn)
+            if found is not None:
+                return found
+        return [self.plan_alone(eqn)]
+
+    def plan_alone(self, eqn: JaxprEqn) -> PlannedEqn:
+        """Decide one equation as it is."""
         special = PLACING.get(eqn.primitive) or CONTROL.get(eqn.primitive.name if "bodies" in eqn.params else "")
         if special is not None:
             return special(self, eqn)
@@ -329,14 +357,22 @@ class Planner:
         self, eqn: JaxprEqn, rule: Rule | None, operands: tuple[Layout, ...], results: tuple[Layout, ...]
     ) -> PlannedEqn:
         """Bring the operands to their layouts, and define the results."""
-        hint = REMEDY.get(eqn.primitive.name, "")
         for index, (atom, layout) in enumerate(zip(eqn.invars, operands, strict=True)):
-            made = self.versions(atom).primary
-            moved = any(made.dim_of(axis) not in (None, layout.dim_of(axis)) for axis in made.axes)
-            self.require(atom, layout, f"operand {index} of {eqn.primitive} as {layout}{hint * moved}")
+            hint = CUT * (eqn.primitive.name == "slice" and self.is_cut(eqn, layout))
+            self.require(atom, layout, f"operand {index} of {eqn.primitive} as {layout}{hint}")
         for var, layout in zip(eqn.outvars, results, strict=True):
             self.define(var, layout)
         return PlannedEqn(eqn, rule, operands, results, tuple(self.moves), rule is None)
+
+    def is_cut(self, eqn: JaxprEqn, layout: Layout) -> bool:
+        """Whether a slice takes half of a sharded dim or less, and moves half of what it takes or more."""
+        (atom,), (result,) = eqn.invars, eqn.outvars
+        made = self.versions(atom).primary
+        sizes = zip(atom.aval.shape, result.aval.shape, made.dims, strict=True)
+        if not any(axes and 2 * after <= before for before, after, axes in sizes):
+            return False
+        steps = plan_steps(made, layout, atom.aval.shape, item_sizes(atom.aval), self.machine)
+        return bool(2 * sum(step.elements for step in steps) >= layout.largest_local_size(atom.aval.shape) > 1)
 
     def split_again(self, eqn: JaxprEqn, results: Sequence[Layout], axes: Sequence[str]) -> None:
         """Let results count as sharded over `axes`, along which an equation can only be computed whole, if that is tried.
@@ -400,6 +436,11 @@ class Planner:
             if (wish := self.unsettled_wish(atom) if at < len(eqn.invars) else self.wishes.get(atom)) is not None
         ]
         factors = {dims[dim][0] for dims, layout in sharded if (dim := layout.dim_of(axis)) is not None and dims[dim]}
+        stuck = any(factor in rule.replicated for factor in factors)
+        self.is_stuck |= stuck
+        if stuck and self.turns:  # along another dim, after an all_to_all
+            size = self.mesh.axis_size(axis)
+            factors |= {factor for factor in rule.shardable() if rule.sizes[factor] >= size}
         for factor in rule.shardable():
             axes = assignment.axes_of(factor)
             if factor in factors and rule.divides(factor, self.mesh.group_size((*axes, axis))):

@@ -38,8 +38,8 @@ from collectives.jax_compat import (
     batching,
     identity_primitive,
     jaxpr_as_fun,
+    known_primitive,
     new_equation,
-    primitive,
     raw_bytes,
     scan_counts,
     source_of,
@@ -183,6 +183,9 @@ def drop_dead(eqns: list[JaxprEqn], outputs: list[Atom]) -> list[JaxprEqn]:
     return kept[::-1]
 
 
+SLICE: Final = known_primitive("slice")
+
+
 class _Flattening:
     """Inlines calls: collects equations over fresh variables, constants and hidden inputs (one per closed-over object)."""
 
@@ -215,24 +218,32 @@ class _Flattening:
             elif eqn.primitive.name in NESTED and not eqn.effects:
                 results = [Var(var.aval) for var in eqn.outvars]
                 self.eqns.append(NESTED[eqn.primitive.name](self, eqn, operands).replace(outvars=results))
-                self.callers.update(dict.fromkeys(results[:1], callers) if callers else {})
+                self.callers.update(dict.fromkeys(results, callers) if callers else {})
             else:
                 key = self.key(eqn, operands)
                 found = None if key is None else self.seen.get(key)
                 results = [Var(var.aval) for var in eqn.outvars] if found is None else found
                 if found is None:
                     self.emit(eqn, operands, results)
-                    self.callers.update(dict.fromkeys(results[:1], callers) if callers else {})
+                    self.callers.update(dict.fromkeys(results, callers) if callers else {})
                 if key is not None:
                     self.seen[key] = results
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in opened.outvars]
 
     def emit(self, eqn: JaxprEqn, operands: list[Atom], results: list[Atom]) -> None:
-        """Append one equation; a barrier of several values becomes one barrier each."""
+        """Append one equation; a barrier of several values becomes one barrier each, a split slices."""
         if eqn.primitive.name == "optimization_barrier":
             for operand, result in zip(operands, results, strict=True):
                 self.eqns.append(new_equation(eqn, eqn.primitive, [operand], [result]))
+        elif eqn.primitive.name == "split":
+            axis, shape, start = eqn.params["axis"], operands[0].aval.shape, 0
+            for result, size in zip(results, eqn.params["sizes"], strict=True):
+                starts = tuple(start if dim == axis else 0 for dim in range(len(shape)))
+                limits = tuple(start + size if dim == axis else length for dim, length in enumerate(shape))
+                params = {"start_indices": starts, "limit_indices": limits, "strides": None}
+                self.eqns.append(eqn.replace(primitive=SLICE, invars=operands, outvars=[result], params=params))
+                start += size
         else:
             self.eqns.append(eqn.replace(invars=operands, outvars=results))
 
@@ -256,8 +267,7 @@ class _Flattening:
         lowering: else the compiler merges the recomputation with the forward pass."""
         if not (eqn.params.get("differentiated") and eqn.params.get("prevent_cse")):
             return operands
-        barrier = primitive("optimization_barrier")
-        assert barrier is not None
+        barrier = known_primitive("optimization_barrier")
         guarded: list[Atom] = [atom if isinstance(atom, Literal) else Var(atom.aval) for atom in operands]
         for operand, result in zip(operands, guarded, strict=True):
             if operand is not result:
@@ -342,10 +352,11 @@ def _while(flat: _Flattening, eqn: JaxprEqn, operands: list[Atom]) -> JaxprEqn:
         eqn, operands = _unbatched(eqn, operands)
     n_condition, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     condition, of_condition = flat.nested(eqn.params["cond_jaxpr"])
+    condition, read = _before_the_loop(flat, condition, [*of_condition, *operands[:n_condition]])
     body, of_body = flat.nested(eqn.params["body_jaxpr"])
     body, constants = _before_the_loop(flat, body, [*of_body, *operands[n_condition : n_condition + n_body]])
-    invars = [*of_condition, *operands[:n_condition], *constants, *operands[n_condition + n_body :]]
-    counts = {"cond_nconsts": n_condition + len(of_condition), "body_nconsts": len(constants)}
+    invars = [*read, *constants, *operands[n_condition + n_body :]]
+    counts = {"cond_nconsts": len(read), "body_nconsts": len(constants)}
     return eqn.replace(invars=invars, params={**eqn.params, **counts, "bodies": (condition, body)})
 
 

@@ -1,27 +1,27 @@
-"""Reshapes that join dims, put off to where the joined dim itself is needed.
+"""Values that a reshape joined, and what equations do to the values behind them.
 
-`x.reshape(-1, d) @ w` computes on rows that are pairs of a batch and a position. A shard of positions is no chunk of such rows;
-of the array as it was it is a chunk of a dim. So a value that a reshape joined is kept as it was, and what layers do to it is
-done to that: elementwise functions, products, reductions, transpositions, and scans, whose bodies get and give it as it was.
-The reshape comes back where something else asks for the joined dim, and vanishes where another takes it apart again. The same
-numbers in the same order; nothing is moved for the reshape itself, whatever the sizes.
+A `View` says which value was joined and how; `EXPAND` how an equation of joined values is one of the values behind: the same
+numbers in the same order. Along dims that are joined an equation may be elementwise, contract, reduce, or leave the dim alone;
+along the others it may do anything.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
-from types import MappingProxyType
-from typing import Any, Final
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
-from collectives.jax_compat import Atom, JaxprEqn, Literal, Primitive, Var, known_primitive, primitive, shaped_like
+from collectives.jax_compat import Atom, JaxprEqn, Primitive, Var, primitive, shaped_like
 from spmd.rules import elementwise
-from spmd.rules.movement import factorize
-from spmd.trace import GlobalJaxpr, drop_dead
 
 Groups = tuple[tuple[int, ...], ...]
 """Per dim of a joined value the dims of the one that it was made of, in order: all of them, each once."""
+
+
+Pattern = list[tuple[int, ...]]
+"""Per dim the sizes of the dims behind."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class View:
     of: Var
     groups: Groups
 
-    def dims(self, dims: Sequence[int]) -> tuple[int, ...]:
+    def dims(self, dims: Iterable[int]) -> tuple[int, ...]:
         """The dims behind some dims."""
         return tuple(inner for dim in dims for inner in self.groups[dim])
 
@@ -40,266 +40,48 @@ class View:
         return tuple(self.of.aval.shape[inner] for inner in self.groups[dim])
 
     @property
-    def pattern(self) -> list[tuple[int, ...]]:
+    def pattern(self) -> Pattern:
         """The sizes behind every dim."""
         return [self.sizes(dim) for dim in range(len(self.groups))]
 
 
-def without_joins(jaxpr: GlobalJaxpr) -> GlobalJaxpr:
-    """The same computation with reshapes that join dims put off; in bodies too."""
-    found = _Pass(jaxpr, {}, {})
-    return found.finish([found.whole(atom) for atom in jaxpr.outputs])
+def groups_of(pattern: Sequence[Sequence[int]]) -> Groups:
+    """Groups of consecutive dims, of these lengths."""
+    counter = itertools.count()
+    return tuple(tuple(next(counter) for _ in sizes) for sizes in pattern)
 
 
-class _Pass:
-    """One pass over the equations of a jaxpr, of whose inputs some are given as what is behind them.
-
-    `views` are the joined values, with the values behind, and `same` the other values that became others; `joins` are the
-    equations that put a join off, `made` the joined values that were needed after all. `makers` made the values that stayed;
-    of inputs, those that were made of literals.
-    """
-
-    def __init__(
-        self, jaxpr: GlobalJaxpr, given: dict[Var, tuple[View, JaxprEqn]], makers: dict[Var, JaxprEqn]
-    ) -> None:
-        self.jaxpr = jaxpr
-        self.given = given
-        self.views: dict[Var, View] = {var: view for var, (view, _) in given.items()}
-        self.same: dict[Var, Atom] = {}
-        self.eqns: list[JaxprEqn] = []
-        self.callers = dict(jaxpr.callers)
-        self.made: dict[Var, Var] = {}
-        self.joins: dict[Var, JaxprEqn] = {var: join for var, (_, join) in given.items()}
-        self.makers = dict(makers)
-        for eqn in jaxpr.eqns:
-            self.visit(eqn)
-
-    def finish(self, outputs: Sequence[Atom]) -> GlobalJaxpr:
-        """The new jaxpr, with these outputs."""
-        inputs = tuple(self.views[var].of if var in self.given else var for var in self.jaxpr.inputs)
-        eqns, callers = tuple(drop_dead(self.eqns, list(outputs))), MappingProxyType(self.callers)
-        return dataclasses.replace(self.jaxpr, inputs=inputs, eqns=eqns, outputs=tuple(outputs), callers=callers)
-
-    def visit(self, eqn: JaxprEqn) -> None:
-        """Emit one equation, on the values behind the joined ones where that is possible."""
-        if eqn.primitive.name == "scan" and "bodies" in eqn.params and not eqn.effects:
-            self.scan(eqn)
-            return
-        if "bodies" in eqn.params:
-            bodies = tuple(map(without_joins, eqn.params["bodies"]))
-            eqn = eqn.replace(params={**eqn.params, "bodies": bodies})
-        operands = [self.alias(atom) for atom in eqn.invars]
-        eqn = eqn.replace(invars=operands)
-        plain = eqn.primitive.name == "reshape" and len(operands) == 1 and eqn.params.get("dimensions") is None
-        if plain and not isinstance(operands[0], Literal):
-            self.reshape(eqn, operands[0])
-            return
-        views = [self.view(atom) for atom in operands]
-        expand = EXPAND.get(eqn.primitive)
-        usable = expand is not None and any(views) and not eqn.effects
-        inner: list[Atom] | None = [
-            atom if view is None else view.of for atom, view in zip(operands, views, strict=True)
-        ]
-        if usable and expand is _elementwise:
-            inner = self.stretched(eqn, views)
-        found = expand(eqn, views) if usable and expand is not None and inner is not None else None
-        if found is None or inner is None:
-            whole = eqn.replace(invars=list(map(self.whole, operands)))
-            self.makers.update(dict.fromkeys(eqn.outvars, whole))
-            self.eqns.append(whole)
-            return
-        params, shape, groups = found
-        (result,) = eqn.outvars
-        var = Var(shaped_like(result.aval, shape))
-        self.emit(eqn, inner, var, params, result)
-        if all(len(group) == 1 for group in groups):
-            self.same[result] = var
-        else:
-            self.views[result] = View(var, groups)
-            self.joins[result] = eqn
-
-    def scan(self, eqn: JaxprEqn) -> None:
-        """A scan whose body gets joined values as what is behind them, and gives them so. A carry is that if the body makes it
-        joined as it got it; rows are, and what is stacked, along any dims but the scanned one."""
-        (body,), (consts, carries) = eqn.params["bodies"], eqn.params["counts"]
-        given: dict[Var, tuple[View, JaxprEqn]] = {}
-        makers: dict[Var, JaxprEqn] = {}
-        for at, (var, atom) in enumerate(zip(body.inputs, map(self.alias, eqn.invars), strict=True)):
-            view = self.view(atom)
-            if (
-                view is not None
-                and not isinstance(atom, Literal)
-                and (at < consts + carries or len(view.groups[0]) == 1)
-            ):
-                pattern = view.pattern if at < consts + carries else view.pattern[1:]
-                given[var] = _joined(var, pattern), self.joins[atom]
-            maker = None if isinstance(atom, Literal) or at >= consts else self.makers.get(atom)
-            if maker is not None and all(isinstance(each, Literal) for each in maker.invars):
-                makers[var] = maker
-        carried = list(zip(body.inputs[consts : consts + carries], body.outputs, strict=False))
-        while True:
-            inside = _Pass(body, given, makers)
-            changed = [
-                var
-                for var, made in carried
-                if var in given and ((view := inside.view(made)) is None or view.pattern != given[var][0].pattern)
-            ]
-            if not changed:
-                break
-            given = {var: pair for var, pair in given.items() if var not in changed}
-        outputs: list[Atom] = []
-        results: list[Var] = []
-        for at, (made, result) in enumerate(zip(body.outputs, eqn.outvars, strict=True)):
-            view = inside.view(made)
-            if view is None or (at < carries and carried[at][0] not in given):
-                outputs.append(inside.whole(made))
-                results.append(result)
-            else:
-                pattern = view.pattern if at < carries else [result.aval.shape[:1], *view.pattern]
-                self.views[result], self.joins[result] = _joined(result, pattern), eqn
-                outputs.append(view.of)
-                results.append(self.views[result].of)
-        operands = [
-            self.views[self.alias(atom)].of if var in given else self.whole(atom)
-            for var, atom in zip(body.inputs, eqn.invars, strict=True)
-        ]
-        params = {**eqn.params, "bodies": (inside.finish(outputs),)}
-        self.eqns.append(eqn.replace(invars=operands, outvars=results, params=params))
-        if eqn.outvars and eqn.outvars[0] in self.callers:
-            self.callers[results[0]] = self.callers[eqn.outvars[0]]
-
-    def alias(self, atom: Atom) -> Atom:
-        """A value, or the one that it became."""
-        return atom if isinstance(atom, Literal) else self.same.get(atom, atom)
-
-    def view(self, atom: Atom) -> View | None:
-        """How a value is joined, if it is."""
-        atom = self.alias(atom)
-        return None if isinstance(atom, Literal) else self.views.get(atom)
-
-    def reshape(self, eqn: JaxprEqn, operand: Var) -> None:
-        """A reshape of a joined value is one of what is behind it; one that joins whole dims is put off."""
-        view, (result,) = self.views.get(operand), eqn.outvars
-        source = operand if view is None else view.of
-        before, after = source.aval.shape, result.aval.shape
-        if before == after:
-            self.same[result] = source
-            return
-        apart = _apart(before, after)
-        if apart is None:
-            self.eqns.append(eqn.replace(invars=[source]))
-            return
-        shape = tuple(itertools.chain(*apart))
-        if shape != before:  # dims of size 1 come or go
-            var = Var(shaped_like(result.aval, shape))
-            self.emit(eqn, [source], var, {**eqn.params, "new_sizes": shape}, result)
-            source = var
-        self.views[result] = View(source, _groups(apart))
-        self.joins[result] = eqn
-
-    def stretched(self, eqn: JaxprEqn, views: Sequence[View | None]) -> list[Atom] | None:
-        """The operands of an elementwise equation, for the values behind: those that are not joined become so, where they are
-        scalars, of size 1 along the joined dims, or were broadcast along them. None where one is neither."""
-        pattern = _pattern(eqn, views)
-        if pattern is None:
-            return None
-        found: list[Atom] = []
-        for atom, view in zip(eqn.invars, views, strict=True):
-            if view is not None and all(len(a) == len(b) for a, b in zip(view.groups, pattern.groups, strict=True)):
-                found.append(view.of)
-            elif atom.aval.shape == () or view is not None:
-                found.append(atom)  # a view of another kind: `_elementwise` refuses it
-            elif (made := self.stretch(atom, pattern, eqn)) is not None:
-                found.append(made)
-            else:
-                return None
-        return found
-
-    def stretch(self, atom: Atom, pattern: View, asking: JaxprEqn) -> Atom | None:
-        """A value that is the same along the joined dims, with these apart, for an equation."""
-        joined = {dim for dim, group in enumerate(pattern.groups) if len(group) > 1}
-        shape = atom.aval.shape
-        if all(shape[dim] == 1 for dim in joined):
-            sizes = [(1,) * len(pattern.groups[dim]) if dim in joined else (size,) for dim, size in enumerate(shape)]
-            var = Var(shaped_like(atom.aval, tuple(itertools.chain(*sizes))))
-            self.eqns.append(asking.replace(primitive=RESHAPE, invars=[atom], outvars=[var], params=_to(var)))
-            return var
-        maker = None if isinstance(atom, Literal) else self.makers.get(atom)
-        if maker is None or maker.primitive.name != "broadcast_in_dim" or len(maker.invars) != 1:
-            return None
-        to = maker.params["broadcast_dimensions"]
-        if joined & set(to):
-            return None
-        sizes = [pattern.sizes(dim) if dim in joined else (size,) for dim, size in enumerate(shape)]
-        groups = _groups(sizes)
-        var = Var(shaped_like(atom.aval, tuple(itertools.chain(*sizes))))
-        dims = tuple(groups[dim][0] for dim in to)
-        self.emit(
-            maker, list(maker.invars), var, {**maker.params, "shape": var.aval.shape, "broadcast_dimensions": dims}, var
-        )
-        return var
-
-    def whole(self, atom: Atom) -> Atom:
-        """A value as itself: a joined one by the reshape that was put off."""
-        atom = self.alias(atom)
-        view = self.view(atom)
-        if view is None or isinstance(atom, Literal):
-            return atom
-        if atom not in self.made:
-            var = self.made[atom] = Var(atom.aval)
-            self.emit(self.joins[atom].replace(primitive=RESHAPE), [view.of], var, _to(var), atom)
-        return self.made[atom]
-
-    def emit(self, eqn: JaxprEqn, operands: list[Atom], var: Var, params: dict[str, Any], result: Var) -> None:
-        """Append an equation with another result, which has the callers of the old one."""
-        self.eqns.append(eqn.replace(invars=operands, outvars=[var], params=params))
-        if result in self.callers:
-            self.callers[var] = self.callers[result]
-
-
-def _joined(var: Var, pattern: Sequence[tuple[int, ...]]) -> View:
+def joined(var: Var, pattern: Sequence[tuple[int, ...]]) -> View:
     """A variable as a join of a new one, whose dims have the sizes of a pattern."""
-    return View(Var(shaped_like(var.aval, tuple(itertools.chain(*pattern)))), _groups(pattern))
+    return View(Var(shaped_like(var.aval, tuple(itertools.chain(*pattern)))), groups_of(pattern))
 
 
-def _to(var: Var) -> dict[str, Any]:
-    """The parameters of a reshape to the shape of a variable."""
-    return {"new_sizes": var.aval.shape, "dimensions": None, "sharding": None}
+class Expanded(NamedTuple):
+    """An equation of joined values as one of the values behind: its parameters; the pattern of its results; those that its
+    operands must have, where they are not what they are. An operand that is not joined so is made so, if it can be."""
+
+    params: dict[str, Any]
+    pattern: Pattern
+    operands: list[Pattern] | None = None
 
 
-def _apart(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[int, ...]] | None:
-    """Per dim of `after` the sizes of the dims that it joins, where a reshape joins at least two and takes none apart."""
-    inner, outer, sizes, replicated = factorize(before, after)
-    if replicated or 0 in before or any(len(factors) > 1 for factors in inner):
-        return None
-    if all(len(factors) < 2 for factors in outer):
-        return None
-    return [tuple(sizes[factor] for factor in factors) or (1,) for factors in outer]
+def _elementwise(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded:
+    """A dim is joined as some operand has it."""
+    pattern: Pattern = []
+    for dim, size in enumerate(eqn.outvars[0].aval.shape):
+        found = (view.sizes(dim) for view in views if view is not None and math.prod(view.sizes(dim)) == size)
+        pattern.append(max(found, key=len, default=(size,)))
+    return Expanded(dict(eqn.params), pattern, [fitting(pattern, atom) for atom in eqn.invars])
 
 
-Expanded = tuple[dict[str, Any], tuple[int, ...], Groups]
-"""The parameters, the shape of the result, and its groups, on the values behind the joined ones."""
+def _bitcast(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
+    """Elementwise, where the width is the same."""
+    return _elementwise(eqn, views) if eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape else None
 
 
-def _pattern(eqn: JaxprEqn, views: Sequence[View | None]) -> View | None:
-    """The view of an operand that has the shape of the result, if there is one."""
-    (result,) = eqn.outvars
-    pairs = zip(eqn.invars, views, strict=True)
-    return next((view for atom, view in pairs if view is not None and atom.aval.shape == result.aval.shape), None)
-
-
-def _elementwise(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
-    """All joined operands are joined alike; along a joined dim they are whole, or all of size 1."""
-    pattern = _pattern(eqn, views)
-    if pattern is None:
-        return None
-    sizes = [pattern.sizes(dim) for dim in range(len(pattern.groups))]
-    for view in views:
-        for dim, wanted in enumerate(sizes if view is not None else ()):
-            assert view is not None
-            if view.sizes(dim) not in (wanted, (1,) * len(wanted)):
-                return None
-    return dict(eqn.params), tuple(itertools.chain(*sizes)), _groups(sizes)
+def fitting(pattern: Pattern, atom: Atom) -> Pattern:
+    """The pattern of an operand of an elementwise equation: its dims of size 1 are joins of such."""
+    return [(1,) * len(sizes) if size == 1 else sizes for size, sizes in zip(atom.aval.shape, pattern, strict=False)]
 
 
 def _as_view(atom: Atom, view: View | None) -> View:
@@ -318,13 +100,7 @@ def _dot_general(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None
     kept = [left.sizes(dim) for dim in batch[0]]
     for view, used in ((left, (*contract[0], *batch[0])), (right, (*contract[1], *batch[1]))):
         kept += [view.sizes(dim) for dim in range(len(view.groups)) if dim not in used]
-    return {**eqn.params, "dimension_numbers": numbers}, tuple(itertools.chain(*kept)), _groups(kept)
-
-
-def _groups(kept: Sequence[Sequence[int]]) -> Groups:
-    """Groups of consecutive dims, of these lengths."""
-    counter = itertools.count()
-    return tuple(tuple(next(counter) for _ in sizes) for sizes in kept)
+    return Expanded({**eqn.params, "dimension_numbers": numbers}, kept)
 
 
 def _reduce(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
@@ -332,7 +108,7 @@ def _reduce(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
     assert view is not None
     axes = eqn.params["axes"]
     kept = [view.sizes(dim) for dim in range(len(view.groups)) if dim not in axes]
-    return {**eqn.params, "axes": view.dims(axes)}, tuple(itertools.chain(*kept)), _groups(kept)
+    return Expanded({**eqn.params, "axes": view.dims(axes)}, kept)
 
 
 def _transpose(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
@@ -340,7 +116,7 @@ def _transpose(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
     assert view is not None
     permutation = eqn.params["permutation"]
     kept = [view.sizes(dim) for dim in permutation]
-    return {**eqn.params, "permutation": view.dims(permutation)}, tuple(itertools.chain(*kept)), _groups(kept)
+    return Expanded({**eqn.params, "permutation": view.dims(permutation)}, kept)
 
 
 def _broadcast_in_dim(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
@@ -356,22 +132,207 @@ def _broadcast_in_dim(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded |
         view.sizes(at[dim]) if dim in at and len(view.groups[at[dim]]) > 1 else (size,)
         for dim, size in enumerate(shape)
     ]
-    groups, sizes = _groups(kept), tuple(itertools.chain(*kept))
+    groups = groups_of(kept)
     dims = tuple(inner for dim in to for inner in groups[dim])
-    return {**eqn.params, "shape": sizes, "broadcast_dimensions": dims}, sizes, groups
+    return Expanded({**eqn.params, "shape": tuple(itertools.chain(*kept)), "broadcast_dimensions": dims}, kept)
 
 
-RESHAPE: Final = known_primitive("reshape")
+def _kept(view: View, dims: Iterable[int], to: Sequence[int]) -> Pattern | None:
+    """The pattern of a value whose dims are now of the sizes `to`, where of `dims`, which may change, none is joined."""
+    if any(len(view.groups[dim]) != 1 for dim in dims):
+        return None
+    changed = set(dims)
+    return [(to[dim],) if dim in changed else sizes for dim, sizes in enumerate(view.pattern)]
+
+
+def _slice(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
+    (view,), params, shape = views, eqn.params, eqn.invars[0].aval.shape
+    assert view is not None
+    starts, limits, strides = params["start_indices"], params["limit_indices"], params["strides"] or (1,) * len(shape)
+    cut = [dim for dim, size in enumerate(shape) if (starts[dim], limits[dim], strides[dim]) != (0, size, 1)]
+    kept = _kept(view, cut, eqn.outvars[0].aval.shape)
+    if kept is None:
+        return None
+    each = [(dim, inner) for dim, group in enumerate(view.groups) for inner in group]
+    changed = {
+        "start_indices": tuple(starts[dim] if dim in cut else 0 for dim, _ in each),
+        "limit_indices": tuple(limits[dim] if dim in cut else view.of.aval.shape[inner] for dim, inner in each),
+        "strides": None if params["strides"] is None else tuple(strides[dim] for dim, _ in each),
+    }
+    return Expanded({**params, **changed}, kept)
+
+
+def _pad(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
+    view, config = views[0], eqn.params["padding_config"]
+    if view is None or views[1] is not None:
+        return None
+    kept = _kept(view, [dim for dim, each in enumerate(config) if each != (0, 0, 0)], eqn.outvars[0].aval.shape)
+    if kept is None:
+        return None
+    spread = tuple(config[dim] for dim, group in enumerate(view.groups) for _ in group)
+    return Expanded({**eqn.params, "padding_config": spread}, kept)
+
+
+def _along(parameter: str) -> Callable[[JaxprEqn, Sequence[View | None]], Expanded | None]:
+    """Along one dim, or the dims of a tuple, which `parameter` names; operands are joined alike."""
+
+    def expand(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
+        stated = eqn.params[parameter]
+        dims = stated if isinstance(stated, tuple) else (stated,)
+        view = next(view for view in views if view is not None)
+        kept = _kept(view, dims, eqn.outvars[0].aval.shape)
+        if kept is None:
+            return None
+        inner = view.dims(dims)
+        changed = {parameter: inner if isinstance(stated, tuple) else inner[0]}
+        return Expanded({**eqn.params, **changed}, kept, [view.pattern] * len(views))
+
+    return expand
+
+
+def _concatenate(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
+    along = eqn.params["dimension"]
+    view = next(view for view in views if view is not None)
+    kept = _kept(view, [along], eqn.outvars[0].aval.shape)
+    if kept is None:
+        return None
+    operands = [[*kept[:along], (atom.aval.shape[along],), *kept[along + 1 :]] for atom in eqn.invars]
+    return Expanded({**eqn.params, "dimension": view.groups[along][0]}, kept, operands)
+
+
+def _chosen(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
+    """argmax, argmin: the dim is gone."""
+    (view,), (axis,) = views, eqn.params["axes"]
+    assert view is not None
+    if len(view.groups[axis]) != 1:
+        return None
+    kept = [sizes for dim, sizes in enumerate(view.pattern) if dim != axis]
+    return Expanded({**eqn.params, "axes": view.groups[axis]}, kept)
+
+
+def _squeeze(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
+    (view,), gone = views, eqn.params["dimensions"]
+    assert view is not None
+    kept = [sizes for dim, sizes in enumerate(view.pattern) if dim not in gone]
+    return Expanded({**eqn.params, "dimensions": view.dims(gone)}, kept)
+
+
+def _top_k(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
+    (view,), last = views, len(eqn.invars[0].aval.shape) - 1
+    assert view is not None
+    axis = eqn.params.get("axis", last)
+    kept = _kept(view, [axis], eqn.outvars[0].aval.shape)
+    changed = {"axis": view.groups[axis][0]} if "axis" in eqn.params else {}
+    return None if kept is None else Expanded({**eqn.params, **changed}, kept)
+
+
+def _gather(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
+    """Lookups along dims that are not joined; batched dims are joined alike, others are taken whole."""
+    table, indices = (_as_view(atom, view) for atom, view in zip(eqn.invars, views, strict=True))
+    numbers, sizes, shape = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], eqn.outvars[0].aval.shape
+    batched = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
+    if not _is_at_single(table, indices, numbers.start_index_map, numbers.collapsed_slice_dims, batched):
+        return None
+    windows = [dim for dim in range(len(sizes)) if dim not in (*numbers.collapsed_slice_dims, *batched)]
+    if any(len(table.groups[dim]) > 1 and sizes[dim] != eqn.invars[0].aval.shape[dim] for dim in windows):
+        return None
+    outer, inner = iter(indices.pattern[:-1]), iter(windows)
+    kept: Pattern = []
+    for dim, size in enumerate(shape):
+        if dim in numbers.offset_dims:
+            at = next(inner)
+            kept.append(table.sizes(at) if len(table.groups[at]) > 1 else (size,))
+        else:
+            kept.append(next(outer))
+    groups = groups_of(kept)
+    numbers = numbers._replace(
+        offset_dims=tuple(at for dim in numbers.offset_dims for at in groups[dim]),
+        collapsed_slice_dims=table.dims(numbers.collapsed_slice_dims),
+        start_index_map=table.dims(numbers.start_index_map),
+        operand_batching_dims=table.dims(batched.keys()),
+        start_indices_batching_dims=indices.dims(batched.values()),
+    )
+    taken: list[int] = []
+    for dim, size in enumerate(sizes):
+        joined_dim = len(table.groups[dim]) > 1
+        taken += (1,) * len(table.groups[dim]) if dim in batched else table.sizes(dim) if joined_dim else (size,)
+    return Expanded({**eqn.params, "dimension_numbers": numbers, "slice_sizes": tuple(taken)}, kept)
+
+
+def _scatter(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
+    """As for gathers. The operand and the updates become as the indices are."""
+    numbers = eqn.params["dimension_numbers"]
+    table, indices = (_as_view(atom, view) for atom, view in zip(eqn.invars[:2], views[:2], strict=True))
+    batched = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
+    pattern = [indices.sizes(batched[dim]) if dim in batched else sizes for dim, sizes in enumerate(table.pattern)]
+    outside = [dim for dim in range(len(pattern)) if dim not in (*numbers.inserted_window_dims, *batched)]
+    for dim, at in zip(numbers.update_window_dims, outside, strict=True):
+        if views[2] is not None and views[0] is None and math.prod(views[2].sizes(dim)) == math.prod(pattern[at]):
+            pattern[at] = views[2].sizes(dim)
+    table = View(table.of, groups_of(pattern))
+    single = [
+        len(table.groups[dim]) == 1 for dim in (*numbers.scatter_dims_to_operand_dims, *numbers.inserted_window_dims)
+    ]
+    if not all(single) or len(indices.groups[-1]) > 1:
+        return None
+    windows = iter(outside)
+    outer, updates = iter(indices.pattern[:-1]), []
+    for dim, size in enumerate(eqn.invars[2].aval.shape):
+        if dim not in numbers.update_window_dims:
+            updates.append(next(outer))
+        elif len(table.groups[at := next(windows)]) == 1:
+            updates.append((size,))
+        elif math.prod(pattern[at]) == size:
+            updates.append(pattern[at])
+        else:
+            return None
+    groups = groups_of(updates)
+    numbers = numbers._replace(
+        update_window_dims=tuple(at for dim in numbers.update_window_dims for at in groups[dim]),
+        inserted_window_dims=table.dims(numbers.inserted_window_dims),
+        scatter_dims_to_operand_dims=table.dims(numbers.scatter_dims_to_operand_dims),
+        operand_batching_dims=table.dims(batched.keys()),
+        scatter_indices_batching_dims=indices.dims(batched.values()),
+    )
+    params = {**eqn.params, "dimension_numbers": numbers}
+    return Expanded(params, pattern, [pattern, indices.pattern, updates])
+
+
+def _is_at_single(
+    table: View, indices: View, looked_up: Iterable[int], single: Iterable[int], batched: Mapping[int, int]
+) -> bool:
+    """Whether indices are not joined along the dims that they look up, and batched dims are joined alike."""
+    return (
+        all(len(table.groups[dim]) == 1 for dim in (*looked_up, *single))
+        and all(table.sizes(dim) == indices.sizes(at) for dim, at in batched.items())
+        and len(indices.groups[-1]) == 1
+    )
+
 
 EXPAND: Final[dict[Primitive, Callable[[JaxprEqn, Sequence[View | None]], Expanded | None]]] = {
     found: maker
     for name, maker in {
         **dict.fromkeys(elementwise.TABLE, _elementwise),
         "optimization_barrier": _elementwise,
+        "bitcast_convert_type": _bitcast,
         "broadcast_in_dim": _broadcast_in_dim,
         "dot_general": _dot_general,
         **{f"reduce_{op}": _reduce for op in ("and", "max", "min", "or", "prod", "sum", "xor")},
         "transpose": _transpose,
+        "argmax": _chosen,
+        "argmin": _chosen,
+        "concatenate": _concatenate,
+        "gather": _gather,
+        **dict.fromkeys(
+            ("scatter", "scatter_add", "scatter_max", "scatter_min", "scatter_mul", "scatter_sub"), _scatter
+        ),
+        "pad": _pad,
+        "rev": _along("dimensions"),
+        "slice": _slice,
+        "sort": _along("dimension"),
+        "squeeze": _squeeze,
+        "top_k": _top_k,
+        **{f"cum{op}": _along("axis") for op in ("logsumexp", "max", "min", "prod", "sum")},
     }.items()
     if (found := primitive(name)) is not None
 }

@@ -69,7 +69,7 @@ class _Backward:
     def demand(self, var: Var, layout: Layout) -> None:
         """One use would like a value so. Parts are nobody's wish."""
         demands = self.demands.setdefault(var, [])
-        whole = layout.with_partial(())
+        whole = layout.with_partial(()).plain
         if whole not in demands:
             demands.append(whole)
 

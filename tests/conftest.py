@@ -69,6 +69,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="slow: pytest --all runs it"))
 
 
+@pytest.fixture
+def everything(request: pytest.FixtureRequest) -> bool:
+    """Whether `--all` asks for the larger samples."""
+    return bool(request.config.getoption("--all"))
+
+
 def load_example(name: str) -> ModuleType:
     """A script of `examples/` as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")

@@ -132,7 +132,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "a missing argument": (lambda: jit()(PARAMS), "f: missing a required argument: 'x'"),
     "an unknown option": (
         lambda: jit(fallback="silent"),
-        'spmd.jit: fallback is "warn", "error" or "allow", redistribute is "error" or "allow"; got \'silent\', \'error\'.',
+        'spmd.jit: fallback is "warn", "error" or "allow", redistribute is "error" or "allow"; got fallback=\'silent\', redistribute=\'error\'.',
     ),
     "static out of range": (lambda: jit(static_argnums=2), "f: static_argnums=2 is out of range; it has 2 parameters."),
     "static by a wrong name": (

@@ -58,8 +58,17 @@ def make_step(apply: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     return step
 
 
-@pytest.mark.parametrize("make", [equinox_mlp, flax_mlp])
-@pytest.mark.parametrize(("places", "ranks"), [(P(), 4), (sharded, 3), (sharded, 4)], ids=["dp", "fsdp-3", "fsdp-4"])
+@pytest.mark.parametrize(
+    ("make", "places", "ranks"),
+    [
+        pytest.param(flax_mlp, P(), 4, id="flax-dp"),
+        pytest.param(equinox_mlp, sharded, 3, id="equinox-fsdp-3"),
+        pytest.param(equinox_mlp, P(), 4, id="equinox-dp", marks=pytest.mark.slow),
+        pytest.param(flax_mlp, sharded, 3, id="flax-fsdp-3", marks=pytest.mark.slow),
+        pytest.param(flax_mlp, sharded, 4, id="flax-fsdp-4", marks=pytest.mark.slow),
+        pytest.param(equinox_mlp, sharded, 4, id="equinox-fsdp-4", marks=pytest.mark.slow),
+    ],
+)
 def test_a_model_trains_as_on_one_rank(make: Callable[[int], Model], places: Any, ranks: int) -> None:
     """Ten steps of Adam: losses and parameters are those of the undecorated step."""
     params, apply = make(16)

@@ -52,14 +52,14 @@ TEXTBOOK = ("test_many_small_parameters_share_messages_e8", "test_fsdp_on_ranks_
 def test_ranks(n: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Every test for real ranks, and the value cases, on n ranks; each rank's log is shown where one fails.
 
-    Without `--all` the value cases run on two ranks, a quarter of them on three, and no loops.
+    Without `--all` half of the value cases run on two ranks, a sixth of them on three, and no loops.
     """
-    everything = n == 2 or request.config.getoption("--all")
-    part = {} if everything else {"SPMD_TEST_PART": "0/4"}
+    everything = request.config.getoption("--all")
+    part = {} if everything else {"SPMD_TEST_PART": "0/2" if n == 2 else "1/6"}
     targets = [str(TESTS / "ranks" / "test_ranks.py")]
     targets += [str(TESTS / "test_cases.py")] if n < 4 or everything else []
     targets += [f"{TESTS / 'test_textbook.py'}::{name}" for name in TEXTBOOK]
-    targets += [str(TESTS / "test_loops.py")] if n == 2 and request.config.getoption("--all") else []
+    targets += [str(TESTS / "test_loops.py")] if n == 2 and everything else []
     done = mpiexec(n, str(TESTS / "ranks" / "run.py"), str(tmp_path), *targets, timeout=900, SPMD_TIMEOUT="120", **part)
     logs = {path.stem: path.read_text() for path in sorted(tmp_path.glob("*.log"))}
     statuses = [path.read_text() for path in sorted(tmp_path.glob("*.status"))]
@@ -71,22 +71,27 @@ def test_ranks(n: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
 
 
 def test_the_main_job_under_mpiexec(request: pytest.FixtureRequest) -> None:
-    """The same file, on 1 to 4 real ranks, in every kind of parallelism (by turns): the first losses agree, and accuracies."""
+    """The same file, on 1 to 4 real ranks, in every kind of parallelism (by turns): the first losses agree, and accuracies.
+
+    Without `--all` some rank counts and kinds.
+    """
+    everything = request.config.getoption("--all")
     script = textwrap.dedent(
         """
         import json, sys, jax
         sys.path.insert(0, "examples")
         import collectives, train_digits as t
         world = collectives.world()
-        some = {2: ("dp", "zero1"), 3: ("dp", "fsdp"), 4: ("dp", "fsdp_tp")}
+        some = {2: ("zero1",), 3: ("fsdp",), 4: ("fsdp_tp",)}
         kinds = t.KINDS if EVERYTHING else some.get(world.size, ("dp",))
-        for kind, dtype in [("dp", "float32"), *((kind, "float64") for kind in kinds)]:
+        single = [("dp", "float32")] if EVERYTHING or world.size in (1, 3) else []
+        for kind, dtype in [*single, *((kind, "float64") for kind in kinds)]:
             with jax.enable_x64(dtype == "float64"):
                 result = t.train(t.parallel(kind, world.size), t.load(dtype), 20, 256, 50, quiet=True)
             if world.rank == 0:
                 print("LOSSES", json.dumps([dtype, result.losses]))
         """
-    ).replace("EVERYTHING", str(bool(request.config.getoption("--all"))))
+    ).replace("EVERYTHING", str(bool(everything)))
     curves: dict[str, list[list[float]]] = {"float64": [], "float32": []}
     for n in (1, 2, 3, 4):
         done = mpiexec(n, "-c", script, timeout=400)
@@ -96,11 +101,11 @@ def test_the_main_job_under_mpiexec(request: pytest.FixtureRequest) -> None:
             curves[dtype].append(losses)
     for dtype, tolerance in (("float64", 1e-9), ("float32", 1e-4)):
         assert {len(curve) for curve in curves[dtype]} == {50}
-        assert len(curves[dtype]) >= 4
+        assert len(curves[dtype]) >= 2
         for curve in curves[dtype]:
             assert curve == pytest.approx(curves[dtype][0], rel=tolerance)
     accuracies = []
-    for n in (1, 2, 3, 4):
+    for n in (1, 2, 3, 4) if everything else (1, 3):
         done = mpiexec(n, "examples/train_digits.py", "--ranks", str(n), "--epochs", "30", timeout=120)
         assert done.returncode == 0, done.stderr[-3000:]
         accuracies.append(float(re.search(r"([\d.]+)% of 359", done.stdout).group(1)))  # type: ignore[union-attr]

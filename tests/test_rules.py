@@ -12,11 +12,11 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from collectives.jax_compat import primitive
+from collectives.jax_compat import primitive, registered_primitives
 from placements import Mesh
 from spmd.errors import RuleError
 from spmd.factors import Passes, Rule
-from spmd.rules import RULES, rule_of
+from spmd.rules import OTHERWISE, REPLICATED, RULES, rule_of
 from spmd.testing import MESHES, check_rule
 
 Array = np.ndarray[Any, Any]
@@ -320,6 +320,76 @@ ROWS: dict[str, Case] = {
 }
 
 
+def conv(**options: Any) -> Callable[..., Any]:
+    """A convolution with options."""
+    return lambda x, kernel: lax.conv_general_dilated(x, kernel, **options)
+
+
+MATRICES = np.eye(3, dtype=np.float32) * 9 + reals(5, 3, 3) + np.swapaxes(reals(5, 3, 3), 1, 2)
+LINE, KERNEL = (reals(2, 3, 9), reals(4, 3, 3)), (reals(2, 3, 9), reals(4, 3, 8))
+ROWS |= {
+    "conv_same": (conv(window_strides=(1,), padding="SAME"), LINE),
+    "conv_strided": (conv(window_strides=(2,), padding=[(1, 2)]), LINE),
+    "conv_spread": (conv(window_strides=(2,), padding=[(1, 3)], lhs_dilation=(3,)), LINE),
+    "conv_dilated": (conv(window_strides=(1,), padding=[(2, 2)], rhs_dilation=(2,)), LINE),
+    "conv_cut": (conv(window_strides=(1,), padding=[(-1, -2)]), LINE),
+    "conv_large_kernel": (conv(window_strides=(1,), padding=[(1, 1)]), KERNEL),
+    "conv_large_dilated": (
+        conv(window_strides=(2,), padding=[(1, 1)], rhs_dilation=(2,)),
+        (reals(1, 3, 19), reals(2, 3, 7)),
+    ),
+    "conv_of_images": (
+        conv(window_strides=(1, 2), padding="SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")),
+        (reals(2, 5, 6, 2), reals(3, 3, 2, 3)),
+    ),
+    "conv_groups": (conv(window_strides=(1,), padding="SAME", feature_group_count=2), (reals(2, 4, 9), reals(6, 2, 3))),
+    "conv_batches": (conv(window_strides=(1,), padding="SAME", batch_group_count=2), (reals(4, 3, 9), reals(6, 3, 3))),
+    "window_max": (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (3, 1), (1, 1), "SAME"), (reals(9, 4),)),
+    "window_min": (lambda x: lax.reduce_window(x, jnp.inf, lax.min, (2, 2), (2, 1), "VALID"), (reals(9, 4),)),
+    "window_sum": (
+        lambda x: lax.reduce_window(x, 0.0, lax.add, (2, 3), (2, 1), ((0, 1), (1, 1)), (1, 2), (1, 1)),
+        (reals(9, 4),),
+    ),
+    "window_of_integers": (lambda x: lax.reduce_window(x, 0, lax.add, (3, 1), (1, 1), "SAME"), (ints(9, 4),)),
+    "window_max_gradient": (
+        jax.grad(lambda x: (lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 1), (1, 2, 1), "VALID") ** 2).sum()),
+        (reals(3, 8, 3),),
+    ),
+    "cholesky": (lambda a: lax.linalg.cholesky(a, symmetrize_input=False), (MATRICES,)),
+    "eig": (lambda a: lax.linalg.eig(a, compute_left_eigenvectors=False)[0], (MATRICES,)),
+    "hessenberg": (lax.linalg.hessenberg, (MATRICES,)),
+    "householder_product": (lax.linalg.householder_product, (MATRICES, reals(5, 3))),
+    "lu": (lax.linalg.lu, (MATRICES,)),
+    "ormqr": (lambda a, taus, c: lax.linalg.ormqr(a, taus, c), (MATRICES, reals(5, 3), MATRICES[::-1].copy())),
+    "schur": (lax.linalg.schur, (MATRICES,)),
+    "symmetric_product": (lax.linalg.symmetric_product, (MATRICES, MATRICES)),
+    "tridiagonal": (lax.linalg.tridiagonal, (MATRICES,)),
+    "triangular_solve": (
+        lambda a, b: jax.scipy.linalg.solve_triangular(a + 9 * jnp.eye(3), b, lower=True),
+        (reals(5, 3, 3), reals(5, 3, 4)),
+    ),
+    "triangular_solve_right": (
+        lambda a, b: lax.linalg.triangular_solve(a + 9 * jnp.eye(3), b, lower=True),
+        (reals(5, 3, 3), reals(5, 4, 3)),
+    ),
+    "tridiagonal_solve": (lambda d, b: lax.linalg.tridiagonal_solve(d, d + 9, d, b), (reals(5, 4), reals(5, 4, 3))),
+    "qr": (lambda a: jnp.linalg.qr(a)[1], (reals(5, 3, 2),)),
+    "svd": (lambda a: jnp.linalg.svd(a, compute_uv=False), (reals(5, 3, 4),)),
+    "eigh": (lambda a: jnp.linalg.eigvalsh(a + jnp.swapaxes(a, 1, 2)), (reals(5, 3, 3),)),
+    "fft": (lambda x: (jnp.fft.fft(x, axis=1), jnp.fft.rfft(x, axis=-1), jnp.fft.fft2(x)), (reals(5, 3, 4),)),
+    "inverse_fft": (lambda z: (jnp.fft.irfft(z, axis=-1), jnp.fft.ifft(z)), (Z,)),
+    "top_k": (lambda x: lax.top_k(x, 2), (reals(5, 6),)),
+    "pivots": (
+        lambda p: lax.linalg.lu_pivots_to_permutation(p, 4),
+        (np.array([[1, 2, 3], [2, 2, 2], [0, 1, 3]], np.int32),),
+    ),
+    "slice_of_windows": (lambda x: (x[1:], x[2:5, 1:], x[::2], x[1::3]), (reals(9, 4),)),
+    "pad_of_windows": (lambda x: lax.pad(x, 0.0, ((2, 1, 1), (-1, 0, 0))), (reals(9, 4),)),
+    "concatenate_of_windows": (lambda x, y: jnp.concatenate([x, y, x[:2]]), (reals(9, 4), reals(2, 4))),
+    "rev_of_windows": (lambda x: lax.rev(x, (0, 1)), (reals(9, 4),)),
+}
+
+
 @pytest.mark.parametrize("name", sorted(ROWS))
 def test_row(name: str, request: pytest.FixtureRequest) -> None:
     """Every strategy of the row gives the shards or parts of the whole result; with `--all` on more meshes."""
@@ -327,6 +397,15 @@ def test_row(name: str, request: pytest.FixtureRequest) -> None:
     meshes = MESHES if request.config.getoption("--all") else (Mesh(a=2), Mesh(a=4), Mesh(a=2, b=2))
     counts = check_rule(function, *args, meshes=meshes)
     assert sum(counts.values()) > 0
+
+
+def test_every_primitive_has_a_row_or_a_reason() -> None:
+    """What JAX registers has a rule, or is planned otherwise, or stands with a reason among those that replicate."""
+    names = registered_primitives()
+    assert len(names) > 150
+    known = {p.name for p in RULES} | set(OTHERWISE) | set(REPLICATED)
+    assert sorted(names - known) == []
+    assert not {p.name for p in RULES} & (set(OTHERWISE) | set(REPLICATED))
 
 
 def test_every_row_is_tried() -> None:

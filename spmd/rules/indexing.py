@@ -18,15 +18,16 @@ import numpy as np
 from jax import lax
 
 from collectives import jax_compat
-from collectives.jax_compat import JaxprEqn
+from collectives.jax_compat import JaxprEqn, Literal
 from collectives.simulated import identity
+from placements.intervals import Reach
 from spmd.factors import ANY_OP, Dims, Passes, Rule
 from spmd.rules.elementwise import linear_ops
 
 Shape = tuple[int, ...]
 
 
-class _Factors:
+class FactorList:
     """Factors under construction: `new` makes one, with what is known of it."""
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ def _sum_op(dtype: Any) -> str | None:
 def _gather(eqn: JaxprEqn) -> Rule:
     operand, indices, result = (atom.aval.shape for atom in (*eqn.invars, *eqn.outvars))
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    factors, op = _Factors(), _sum_op(eqn.outvars[0].aval.dtype)
+    factors, op = FactorList(), _sum_op(eqn.outvars[0].aval.dtype)
     of_indices = [factors.new(size) for size in indices[:-1]] + [factors.new(indices[-1], whole=True)]
     batched = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
     of_operand, windows = [], []
@@ -157,7 +158,7 @@ def _scatter(eqn: JaxprEqn) -> Rule:
     numbers, op = eqn.params["dimension_numbers"], COMBINES.get(eqn.primitive.name)
     dtype = eqn.outvars[0].aval.dtype
     op = None if dtype == jnp.bool_ or not isinstance(dtype, np.dtype) else op
-    factors = _Factors()
+    factors = FactorList()
     batched = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
     shared = set(batched.values())
     of_indices = [
@@ -227,33 +228,105 @@ def _windows(numbers: Any, ndim: int, updates: Shape) -> list[int]:
     return [1 if dim in gone else next(sizes) for dim in range(ndim)]
 
 
-def _at_traced_positions(shape: Shape, window: Shape) -> tuple[Dims, Dims, _Factors]:
-    """The factors of an array and of a window in it: shared along dims that it covers, where any position is 0."""
-    factors = _Factors()
-    outer = [factors.new(size, whole=size != part) for size, part in zip(shape, window, strict=True)]
-    inner = [
-        factor if size == part else factors.new(part, whole=True)
-        for factor, size, part in zip(outer, shape, window, strict=True)
-    ]
-    return tuple((factor,) for factor in outer), tuple((factor,) for factor in inner), factors
+def _literal(atom: Any) -> int | None:
+    """A start that is known when tracing."""
+    return int(np.asarray(atom.val)) if isinstance(atom, Literal) else None
 
 
 def _dynamic_slice(eqn: JaxprEqn) -> Rule:
-    array, starts = eqn.invars[0].aval.shape, eqn.invars[1:]
-    outer, inner, factors = _at_traced_positions(array, eqn.params["slice_sizes"])
+    """Along a dim that is cut at a traced position each rank takes what it has of the slice: parts. At a known one a window."""
+    array, starts, window = eqn.invars[0].aval.shape, eqn.invars[1:], eqn.params["slice_sizes"]
+    op, factors = _sum_op(eqn.outvars[0].aval.dtype), FactorList()
+    outer, inner, windows = [], [], []
+    for dim, (size, part, atom) in enumerate(zip(array, window, starts, strict=True)):
+        known = _literal(atom)
+        if size == part or known is not None:
+            outer.append(factors.new(part))
+            inner.append(outer[-1])
+            start = min(max(known or 0, 0), size - part)
+            windows += [(0, dim, Reach(part, 1, start, start))] if size != part else []
+        else:
+            outer.append(factors.new(size, whole=op is None, op=op))
+            inner.append(factors.new(part, whole=True))
 
-    def resize(params: dict[str, Any], operands: list[Shape], results: list[Shape]) -> dict[str, Any]:
-        return {**params, "slice_sizes": results[0]}
+    def local(call: Any, operands: list[Any]) -> list[Any]:
+        value, *at = operands
+        mine: Any = True
+        whole = [
+            size != part and not axes
+            for size, part, axes in zip(array, window, call.operand_layouts[0].dims, strict=True)
+        ]
+        sizes = tuple(part if cut else here for part, here, cut in zip(window, value.shape, whole, strict=True))
+        value = jax_compat.dynamic_slice(
+            value, [start if cut else jnp.zeros_like(start) for start, cut in zip(at, whole, strict=True)], sizes
+        )
+        for dim, (size, part, here) in enumerate(zip(array, window, call.result_shapes[0], strict=True)):
+            if size == part or whole[dim]:
+                continue
+            if call.window(0, array, dim) is None:
+                index = jnp.clip(_signed(at[dim], size), 0, size - part) - call.offset(
+                    call.operand_layouts[0], array, dim
+                )
+                index = index + jnp.arange(here, dtype=index.dtype)
+                inside = (index >= 0) & (index < value.shape[dim])
+                mine = mine & inside.reshape(-1, *(1,) * (len(array) - dim - 1))
+                value = _rows(value, index, dim)
+        if mine is True:
+            return [value]
+        return [jnp.where(mine, value, identity(op or "sum", value.dtype))]
 
-    dims: tuple[Dims, ...] = (outer, *(() for _ in starts))
-    return factors.rule(dims, inner, eqn, passes=(Passes(ANY_OP, (0,), movement=True),), resize=resize)
+    singles = tuple((factor,) for factor in outer), tuple((factor,) for factor in inner)
+    dims: tuple[Dims, ...] = (singles[0], *(() for _ in starts))
+    passes = (Passes(ANY_OP, (0,), movement=True),)
+    return factors.rule(dims, singles[1], eqn, passes=passes, windows=tuple(windows), local=local)
+
+
+def _rows(value: Any, index: Any, dim: int) -> Any:
+    """The elements at some indices of a dim, and anything where these are out of bounds; of nothing the zero."""
+    if not value.shape[dim]:
+        return jnp.zeros((*value.shape[:dim], index.shape[0], *value.shape[dim + 1 :]), value.dtype)
+    return jnp.take(value, jnp.clip(index, 0, value.shape[dim] - 1), axis=dim)
 
 
 def _dynamic_update_slice(eqn: JaxprEqn) -> Rule:
-    array, update, *starts = eqn.invars
-    outer, inner, factors = _at_traced_positions(array.aval.shape, update.aval.shape)
-    dims: tuple[Dims, ...] = (outer, inner, *(() for _ in starts))
-    return factors.rule(dims, outer, eqn, passes=(Passes(ANY_OP, (0, 1), movement=True),))
+    """Each rank writes what of the update is its own: at a known position that is a window of it, at a traced one it looks."""
+    (array, update), starts = (atom.aval.shape for atom in eqn.invars[:2]), eqn.invars[2:]
+    factors = FactorList()
+    outer = tuple((factors.new(size),) for size in array)
+    inner, windows = [], []
+    for dim, (size, part, atom) in enumerate(zip(array, update, starts, strict=True)):
+        known = _literal(atom)
+        inner.append(outer[dim] if size == part or known is not None else (factors.new(part, whole=True),))
+        start = min(max(known or 0, 0), size - part)
+        windows += [(1, dim, Reach(size, 1, -start, -start))] if size != part and known is not None else []
+
+    def local(call: Any, operands: list[Any]) -> list[Any]:
+        target, new, *at = operands
+        mine: Any = True
+        places = []
+        for dim, (size, part) in enumerate(zip(array, update, strict=True)):
+            window = call.window(1, update, dim)
+            offset = call.offset(call.operand_layouts[0], array, dim)
+            start = jnp.clip(_signed(jnp.asarray(at[dim]), size), 0, size - part)
+            if size == part or offset is None:
+                places.append(start if offset is None else np.int32(0))
+            elif window is not None:
+                places.append(call.place.reached(window)[1] + start - offset)
+            else:
+                index = jnp.arange(target.shape[dim], dtype=start.dtype) + offset - start
+                inside = (index >= 0) & (index < part)
+                mine = mine & inside.reshape(-1, *(1,) * (len(array) - dim - 1))
+                new = _rows(new, index, dim)
+                places.append(np.int32(0))
+        if 0 in new.shape:
+            return [target]
+        if mine is not True:
+            new = jnp.where(mine, new, jax_compat.dynamic_slice(target, places, new.shape))
+        return [jax_compat.dynamic_update_slice(target, new, places)]
+
+    dims: tuple[Dims, ...] = (outer, tuple(inner), *(() for _ in starts))
+    passes = (Passes(ANY_OP, (0, 1), movement=True),)
+    return factors.rule(dims, outer, eqn, passes=passes, windows=tuple(windows), local=local)
 
 
 TABLE: Final[dict[str, Callable[[JaxprEqn], Rule | None]]] = {

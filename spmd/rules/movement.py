@@ -1,19 +1,21 @@
 """Data movement: results are elements of the operands. Parts of every op pass, wherever nothing else is mixed in.
 
-Along a sharded dim only what keeps the chunks where they are: a slice, pad, concatenation, reversal along a dim keeps that
-dim replicated (an exchange is the general way; a later table).
+A slice, a pad, a concatenation, a reversal along a sharded dim needs of an operand a window: what the rank's piece of the
+result is made of, most of which it has.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 from jax import lax
 
+from collectives import jax_compat
 from collectives.jax_compat import JaxprEqn, Literal
+from placements.intervals import Reach
 from spmd.factors import ANY_OP, LINEAR, Dims, Passes, Rule
 
 Shape = tuple[int, ...]
@@ -101,12 +103,71 @@ def _give_zero(factors: list[int], sizes: list[int]) -> None:
     sizes.append(0)
 
 
+LARGEST: Final = 2**31
+"""Elements from which on an offset is more than an int32."""
+
+
+def _groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
+    """The dims of both shapes, those of size 1 left out, in the shortest runs that hold the same elements."""
+    left, right = ([dim for dim, size in enumerate(shape) if size != 1] for shape in (before, after))
+    found = []
+    while left:
+        run = [left.pop(0)], [right.pop(0)]
+        while (ours := math.prod(before[dim] for dim in run[0])) != (theirs := math.prod(after[dim] for dim in run[1])):
+            (run[0] if ours < theirs else run[1]).append((left if ours < theirs else right).pop(0))
+        found.append(run)
+    return found
+
+
 def _reshape(eqn: JaxprEqn) -> Rule | None:
+    """Where boundaries do not line up, a piece of the result is made of a window of rows of the operand, cut out of them."""
     if len(eqn.invars) != 1 or eqn.params.get("dimensions") is not None:
         return None
-    operand, result, sizes, replicated = factorize(eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape)
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    operand, result, sizes, replicated = factorize(before, after)
+    groups = [] if 0 in before else _groups(before, after)
+    windows: dict[int, Reach] = {}
+    uneven: dict[int, Reach] = {}
+    for ours, theirs in groups:
+        first, to = ours[0], theirs[0]
+        row, part = math.prod(before[dim] for dim in ours[1:]), math.prod(after[dim] for dim in theirs[1:])
+        if operand[first] == result[to] or row * before[first] >= LARGEST:
+            continue
+        reach = Reach(after[to], part, 0, part - 1, row)
+        if operand[first][0] == result[to][0]:
+            uneven[first] = reach
+        else:
+            operand = (*operand[:first], (len(sizes),), *operand[first + 1 :])
+            result = (*result[:to], (len(sizes),), *result[to + 1 :])
+            sizes = (*sizes, after[to])
+            windows[first] = reach
+
+    def local(call: Any, operands: list[Any]) -> list[Any]:
+        (value,), (layout,), (shape,) = operands, call.result_layouts, call.result_shapes
+        if any(call.window(0, before, dim) for dim in range(len(before))) and 0 not in shape:
+            here = value.shape
+            value = lax.reshape(value, [math.prod(here[dim] for dim in ours) for ours, _ in groups])
+            for at, (ours, theirs) in enumerate(groups):
+                window = call.window(0, before, ours[0])
+                if window is not None:
+                    row, part = (
+                        math.prod(dims) for dims in ([before[d] for d in ours[1:]], [after[d] for d in theirs[1:]])
+                    )
+                    start = call.offset(layout, after, theirs[0]) * part - call.place.reached(window)[1] * row
+                    value = lax.dynamic_slice_in_dim(value, start, math.prod(shape[dim] for dim in theirs), at)
+        return [lax.reshape(value, shape)] if 0 not in shape else [lax.full(shape, 0, value.dtype)]
+
     return Rule(
-        (operand,), (result,), sizes, replicated=replicated, passes=MOVES, resize=_set("new_sizes"), flops=_size(eqn)
+        (operand,),
+        (result,),
+        sizes,
+        replicated=replicated,
+        passes=MOVES,
+        windows=tuple((0, dim, reach) for dim, reach in windows.items()),
+        uneven=tuple((0, dim, reach) for dim, reach in uneven.items()),
+        local=local if windows or uneven else None,
+        resize=_set("new_sizes"),
+        flops=_size(eqn),
     )
 
 
@@ -128,54 +189,75 @@ def _cut(before: Shape, after: tuple[Shape, ...], untouched: list[bool]) -> tupl
     return _singles(len(before)), tuple(results), tuple(sizes), tuple(replicated)
 
 
+def _windowed(before: Shape, result: Shape, reaches: Sequence[Reach | None]) -> tuple[Dims, Dims, tuple[Any, ...]]:
+    """The dims of operand and result, a factor each, and the windows along those that have a reach."""
+    dims = _singles(len(result))
+    windows = ((0, dim, reach) for dim, reach in enumerate(reaches) if reach is not None)
+    return _singles(len(before)), dims, tuple(windows)
+
+
 def _slice(eqn: JaxprEqn) -> Rule:
-    shape, params = eqn.invars[0].aval.shape, eqn.params
+    (operand,), (result,), params = eqn.invars, eqn.outvars, eqn.params
+    shape, after = operand.aval.shape, result.aval.shape
     strides = params["strides"] or (1,) * len(shape)
-    untouched = [
-        (start, limit, stride) == (0, size, 1)
-        for start, limit, stride, size in zip(
-            params["start_indices"], params["limit_indices"], strides, shape, strict=True
-        )
+    bounds = list(zip(params["start_indices"], params["limit_indices"], strides, strict=True))
+    reaches = [
+        None if each == (0, size, 1) else Reach(to, each[2], each[0], each[0])
+        for each, size, to in zip(bounds, shape, after, strict=True)
     ]
-    operand, results, sizes, replicated = _cut(shape, (eqn.outvars[0].aval.shape,), untouched)
+    before, dims, windows = _windowed(shape, after, reaches)
 
-    def resize(params: dict[str, Any], operands: list[Shape], results: list[Shape]) -> dict[str, Any]:
-        limits = tuple(
-            size if whole else limit
-            for whole, size, limit in zip(untouched, operands[0], params["limit_indices"], strict=True)
-        )
-        return {**params, "limit_indices": limits}
+    def local(call: Any, operands: list[Any]) -> list[Any]:
+        here = operands[0].shape
+        shards = [bool(axes) for axes in call.operand_layouts[0].dims]
+        starts = [0 if shard else each[0] for each, shard in zip(bounds, shards, strict=True)]
+        whole = zip(bounds, here, shards, reaches, strict=True)
+        limits = [size if shard or reach is None else each[1] for each, size, shard, reach in whole]
+        return [lax.slice(operands[0], starts, limits, strides)]
 
-    return Rule((operand,), results, sizes, replicated=replicated, passes=MOVES, resize=resize, flops=_size(eqn))
-
-
-def _split(eqn: JaxprEqn) -> Rule:
-    shape = eqn.invars[0].aval.shape
-    untouched = [dim != eqn.params["axis"] for dim in range(len(shape))]
-    operand, results, sizes, replicated = _cut(shape, tuple(out.aval.shape for out in eqn.outvars), untouched)
-    return Rule((operand,), results, sizes, replicated=replicated, passes=MOVES, flops=float(math.prod(shape)))
+    return Rule((before,), (dims,), after, passes=MOVES, windows=windows, local=local, flops=_size(eqn))
 
 
 def _pad(eqn: JaxprEqn) -> Rule:
-    shape = eqn.invars[0].aval.shape
-    untouched = [config == (0, 0, 0) for config in eqn.params["padding_config"]]
-    operand, results, sizes, replicated = _cut(shape, (eqn.outvars[0].aval.shape,), untouched)
+    """Interior padding spreads the elements; a negative one cuts. Each rank places what it has of them where it belongs."""
+    shape, after, config = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, eqn.params["padding_config"]
+    reaches = [
+        None if each == (0, 0, 0) else Reach(to, 1, each[2] - each[0], -each[0], each[2] + 1)
+        for each, to in zip(config, after, strict=True)
+    ]
+    before, dims, windows = _windowed(shape, after, reaches)
     fill = eqn.invars[1]
     zero = isinstance(fill, Literal) and np.asarray(fill.val).dtype != np.bool_ and not np.any(np.asarray(fill.val))
     passes = (Passes(LINEAR, (0,), movement=True),) if zero else ()
-    return Rule((operand, ()), results, sizes, replicated=replicated, passes=passes, flops=_size(eqn))
+
+    def local(call: Any, operands: list[Any]) -> list[Any]:
+        value, filling = operands
+        held = [call.window(0, shape, dim) for dim in range(len(shape))]
+        here = [(0, 0, each[2]) if window else each for each, window in zip(config, held, strict=True)]
+        value = lax.pad(value, filling, here)
+        if not any(held):
+            return [value]
+        starts = [
+            np.int32(0) if window is None else call.place.reached(window)[1] * (each[2] + 1) + each[0] - offset
+            for dim, (window, each) in enumerate(zip(held, config, strict=True))
+            for offset in [call.offset(call.result_layouts[0], after, dim)]
+        ]
+        if 0 in value.shape:
+            return [lax.broadcast(filling, call.result_shapes[0])]
+        return [jax_compat.dynamic_update_slice(lax.broadcast(filling, call.result_shapes[0]), value, starts)]
+
+    return Rule((before, ()), (dims,), after, passes=passes, windows=windows, local=local, flops=_size(eqn))
 
 
 def _concatenate(eqn: JaxprEqn) -> Rule:
-    along, shape = eqn.params["dimension"], eqn.outvars[0].aval.shape
-    sizes, operands = list(shape), []
-    replicated = [along]
-    for atom in eqn.invars:
-        replicated.append(len(sizes))
-        operands.append(tuple((len(sizes),) if dim == along else (dim,) for dim in range(len(shape))))
-        sizes.append(atom.aval.shape[along])
+    """The windows of all operands, in order, are a rank's piece of the result."""
+    along, after = eqn.params["dimension"], eqn.outvars[0].aval.shape
+    dims = _singles(len(after))
+    sizes = [atom.aval.shape[along] for atom in eqn.invars]
+    starts = [sum(sizes[:at]) for at in range(len(sizes))]
+    windows = tuple((at, along, Reach(after[along], 1, -start, -start)) for at, start in enumerate(starts))
     passes = (Passes(ANY_OP, tuple(range(len(eqn.invars))), movement=True),)
-    return Rule(tuple(operands), (_singles(len(shape)),), tuple(sizes), (), tuple(replicated), passes, flops=_size(eqn))
+    return Rule((dims,) * len(eqn.invars), (dims,), after, passes=passes, windows=windows, flops=_size(eqn))
 
 
 def _stack(eqn: JaxprEqn) -> Rule:
@@ -206,8 +288,8 @@ def _tile(eqn: JaxprEqn) -> Rule | None:
 def _reverse(eqn: JaxprEqn) -> Rule:
     shape = eqn.invars[0].aval.shape
     dims = _singles(len(shape))
-    replicated = tuple(eqn.params["dimensions"])
-    return Rule((dims,), (dims,), shape, replicated=replicated, passes=MOVES, flops=_size(eqn))
+    windows = tuple((0, dim, Reach(shape[dim], flipped=True)) for dim in sorted(eqn.params["dimensions"]))
+    return Rule((dims,), (dims,), shape, passes=MOVES, windows=windows, flops=_size(eqn))
 
 
 def _iota(eqn: JaxprEqn) -> Rule | None:
@@ -262,7 +344,6 @@ TABLE: Final[dict[str, Callable[[JaxprEqn], Rule | None]]] = {
     "reshape": _reshape,
     "rev": _reverse,
     "slice": _slice,
-    "split": _split,
     "squeeze": _squeeze,
     "stack": _stack,
     "tile": _tile,

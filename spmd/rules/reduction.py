@@ -39,6 +39,17 @@ def _whole(eqn: JaxprEqn) -> Rule:
     return Rule((operand,), (result,), shape, replicated=tuple(eqn.params["axes"]), flops=float(math.prod(shape)))
 
 
+def _top_k(eqn: JaxprEqn) -> Rule:
+    """The largest of a dim, which must not be sharded."""
+    shape, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    axis = eqn.params.get("axis", eqn.params.get("operand_axis", len(shape) - 1))
+    dims = tuple((dim,) for dim in range(len(shape)))
+    result = (*dims[:axis], (len(shape),), *dims[axis + 1 :])
+    sizes = (*shape, after[axis])
+    whole = (axis, len(shape))
+    return Rule((dims,), (result,) * 2, sizes, replicated=whole, flops=4.0 * math.prod(shape))
+
+
 def _along(parameter: str, linear: bool = False) -> Callable[[JaxprEqn], Rule]:
     """Scan or sort along one dim, which must not be sharded; the others pass."""
 
@@ -68,4 +79,5 @@ TABLE: Final[dict[str, Callable[[JaxprEqn], Rule | None]]] = {
     "reduce_sum": _reduce("sum"),
     "reduce_xor": _reduce("xor"),
     "sort": _along("dimension"),
+    "top_k": _top_k,
 }

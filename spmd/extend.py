@@ -1,0 +1,185 @@
+"""Rules of users: for a primitive of their own, or for a Python function that is one step to the planner.
+
+A rule is a promise, so one that is written as `rule("b s d, d f -> b s f")` is tried when it is made: every strategy that it
+admits, on simulated ranks, against the function on whole arrays.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+from jax import lax
+
+from collectives.jax_compat import JaxprEqn, Primitive, function_primitive
+from collectives.simulated import identity
+from placements.placement import REDUCTIONS
+from spmd.errors import RuleError
+from spmd.factors import LINEAR, Passes, Rule
+from spmd.rules import OTHERWISE, REGISTERED, RULES, Maker
+from spmd.testing import check_rule
+
+SIZES: Final = (5, 3, 4, 7, 2, 6)
+"""Sizes of the factors of examples, by turns: some divide, some do not."""
+
+
+def register_rule(primitive: Primitive, maker: Maker, *, replace: bool = False) -> None:
+    """Let `maker(eqn)` say how equations of a primitive are sharded: a `spmd.factors.Rule`, or None for replicated operands.
+
+    `eqn` is JAX's equation, with whole shapes. Programs that are lowered from now on use it; `spmd.testing.check_rule` tries
+    it. With `replace` it may take the place of another. Raises `RuleError` for what is no primitive, needs no rule, or has one.
+
+    >>> from jax.extend.core import Primitive
+    >>> from spmd.rules.elementwise import elementwise
+    >>> register_rule(Primitive("soften"), elementwise)
+    """
+    if not isinstance(primitive, Primitive) or not callable(maker):
+        raise RuleError(
+            f"register_rule takes a jax.extend.core.Primitive and a function of an equation; got {primitive!r}, {maker!r}."
+        )
+    if primitive.name in OTHERWISE:
+        raise RuleError(f"register_rule: {primitive.name} takes no rule: {OTHERWISE[primitive.name]}.")
+    if (primitive in RULES or primitive in REGISTERED) and not replace:
+        raise RuleError(f"register_rule: {primitive.name} has a rule; replace=True takes its place.")
+    REGISTERED[primitive] = maker
+
+
+def rule(
+    spec: str,
+    *,
+    reduce: str = "sum",
+    replicated: Sequence[str] = (),
+    linear: Sequence[int] = (),
+    example: Sequence[Any] | None = None,
+    tolerance: float = 2e-5,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a function of arrays one step of a Program, sharded as `spec` says: `"b s d, d f -> b s f"`.
+
+    A name is a factor, one for each dim; `()` is a 0-d array. A factor of operands and results may be sharded, and the
+    function is then called with shards; one that is in no result is reduced by `reduce` over what it is sharded over; those of
+    `replicated` are whole. In each of the operands `linear` parts may pass. The function is differentiated and batched as the
+    operations in it are.
+
+    It is tried at once, on arrays `example` or on small ones of float32. Raises `RuleError` where the promise does not hold,
+    and at a call where sizes do not agree. Communication: none of its own.
+
+    >>> import jax.numpy as jnp
+    >>> @rule("b d, d f -> b f")
+    ... def project(x, w):
+    ...     return jnp.tanh(x[:, :, None] * w).sum(1)
+    >>> project(jnp.ones((2, 3)), jnp.ones((3, 1))).shape
+    (2, 1)
+    """
+    operands, results = _parsed(spec)
+    names = list(dict.fromkeys(itertools.chain(*operands, *results)))
+    if reduce not in REDUCTIONS:
+        raise RuleError(f"rule({spec!r}): reduce is one of {', '.join(REDUCTIONS)}; got {reduce!r}.")
+    if unknown := [name for name in replicated if name not in names]:
+        raise RuleError(
+            f"rule({spec!r}): {', '.join(unknown)} of `replicated` is no factor; they are {', '.join(names)}."
+        )
+    if any(not 0 <= index < len(operands) for index in linear):
+        raise RuleError(f"rule({spec!r}): `linear` names operands 0 to {len(operands) - 1}; got {tuple(linear)}.")
+    produced, given = set(itertools.chain(*results)), set(itertools.chain(*operands))
+    whole = {*replicated, *(produced - given)}
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = getattr(function, "__name__", "function")
+        primitive = function_primitive(name, function)
+
+        def maker(eqn: JaxprEqn) -> Rule:
+            sizes = _sizes(f"{name}: rule({spec!r})", (*operands, *results), [*eqn.invars, *eqn.outvars])
+
+            def local(call: Any, values: list[Any]) -> list[Any]:
+                shapes = [*(np.shape(value) for value in values), *call.result_shapes]
+                if any(0 in shape for shape in shapes) and 0 not in sizes.values():
+                    pairs = zip(call.result_shapes, eqn.outvars, strict=True)
+                    return [lax.full(shape, identity(reduce, var.aval.dtype)) for shape, var in pairs]
+                return list(primitive.bind(*values))
+
+            return Rule(
+                tuple(tuple((names.index(factor),) for factor in dims) for dims in operands),
+                tuple(tuple((names.index(factor),) for factor in dims) for dims in results),
+                tuple(sizes[factor] for factor in names),
+                tuple((names.index(factor), reduce) for factor in names if factor not in produced | whole),
+                tuple(names.index(factor) for factor in names if factor in whole),
+                tuple(Passes(LINEAR, (index,)) for index in linear),
+                local=local,
+                flops=float(math.prod(sizes.values())),
+            )
+
+        @functools.wraps(function)
+        def call(*arrays: Any) -> Any:
+            if len(arrays) != len(operands):
+                raise RuleError(f"{name}: rule({spec!r}) has {len(operands)} operands; got {len(arrays)}.")
+            _sizes(f"{name}: rule({spec!r})", operands, arrays)
+            found = primitive.bind(*arrays)
+            return found[0] if len(results) == 1 else tuple(found)
+
+        REGISTERED[primitive] = maker
+        arrays = example if example is not None else _example(operands, names)
+        try:
+            if not sum(check_rule(call, *arrays, tolerance=tolerance).values()):
+                raise RuleError(f"{name}: rule({spec!r}): nothing may be sharded, and no parts pass.")
+        except RuleError:
+            del REGISTERED[primitive]
+            raise
+        except Exception as error:
+            del REGISTERED[primitive]
+            shapes = ", ".join(str(np.shape(array)) for array in arrays)
+            raise RuleError(
+                f"{name}: rule({spec!r}): on arrays of shapes {shapes}: {type(error).__name__}: {error}. The rule is tried "
+                "when it is made; give arrays that the function takes as `example`."
+            ) from error
+        return call
+
+    return decorate
+
+
+def _parsed(spec: str) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
+    """The factors of every dim of operands and results."""
+    sides = spec.split("->")
+    if len(sides) != 2:
+        raise RuleError(f'rule({spec!r}): write operands, an arrow and results, as in "b s d, d f -> b s f".')
+    found = []
+    for side in sides:
+        dims = [tuple(() if entry.strip() == "()" else entry.split()) for entry in side.split(",")]
+        for entry, factors in zip(side.split(","), dims, strict=True):
+            if not entry.strip() or any(not re.fullmatch(r"[A-Za-z_]\w*", factor) for factor in factors):
+                raise RuleError(
+                    f"rule({spec!r}): {entry.strip()!r}: names of factors, apart by spaces, or () for a 0-d array."
+                )
+            if len(set(factors)) < len(factors):
+                raise RuleError(f"rule({spec!r}): {entry.strip()!r} names a factor twice.")
+        found.append(tuple(tuple(factors) for factors in dims))
+    return found[0], found[1]
+
+
+def _sizes(what: str, dims: Sequence[Sequence[str]], arrays: Sequence[Any]) -> dict[str, int]:
+    """The size of every factor."""
+    sizes: dict[str, int] = {}
+    if len(dims) != len(arrays):
+        raise RuleError(f"{what}: the function gives {len(arrays)} arrays in all, with its operands, not {len(dims)}.")
+    for index, (factors, array) in enumerate(zip(dims, arrays, strict=True)):
+        shape = tuple(getattr(array, "aval", array).shape)
+        if len(shape) != len(factors):
+            raise RuleError(f"{what}: array {index} has shape {shape}, not the dims {' '.join(factors) or '()'}.")
+        for factor, size in zip(factors, shape, strict=True):
+            if sizes.setdefault(factor, size) != size:
+                raise RuleError(f"{what}: {factor} is {sizes[factor]} and, in array {index}, {size}.")
+    return sizes
+
+
+def _example(operands: Sequence[Sequence[str]], names: Sequence[str]) -> list[Any]:
+    """Small arrays, position-dependent and of both signs."""
+    sizes = {name: SIZES[at % len(SIZES)] for at, name in enumerate(names)}
+    found = []
+    for seed, factors in enumerate(operands):
+        shape = tuple(sizes[factor] for factor in factors)
+        found.append((np.sin(np.arange(math.prod(shape)) * 1.7 + seed) * 1.3).astype(np.float32).reshape(shape))
+    return found

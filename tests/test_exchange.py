@@ -1,0 +1,158 @@
+"""Slices, shifts, stencils and updates along sharded dims: neighbours exchange the overlap, and nothing is gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from oracle import agree, fitting
+
+import spmd
+from placements import Mesh, P, Shard
+from spmd.testing import check_rule
+
+S = Shard
+ROWS, COLUMNS, NESTED, GRID = P(a=S(0)), P(a=S(1)), P(b=S(0), a=S(0)), P(a=S(1), b=S(0))
+SOME, TWO = fitting(Mesh(a=2), Mesh(a=3), Mesh(a=7)), fitting(Mesh(a=2, b=2), Mesh(b=3, a=2))
+WIDE = jax.ShapeDtypeStruct((4096, 64), np.float32)
+ROW = 64 * 4
+"""The bytes of a row of `WIDE`."""
+
+
+def signed(*shape: int) -> Any:
+    """Position-dependent, of both signs."""
+    return (np.sin(np.arange(np.prod(shape)) * 1.7) * 1.3).astype(np.float32).reshape(shape)
+
+
+def laplacian(u: Any) -> Any:
+    return u[2:] - 2 * u[1:-1] + u[:-2]
+
+
+def halo_by_hand(u: Any) -> Any:
+    """A chain of pad, slice and concatenate, periodic and with a fill, as people write it."""
+    periodic = jnp.concatenate([u[-1:], u, u[:1]])
+    filled = jnp.pad(u, ((1, 1), (0, 0)), constant_values=2.0)
+    return laplacian(periodic) + laplacian(filled)
+
+
+STENCILS: dict[str, tuple[Callable[[Any], Any], int]] = {
+    "difference": (lambda u: u[1:] - u[:-1], 1),
+    "laplacian": (laplacian, 4),
+    "in an interval": (lambda u: u[3:-5] * 2, 8),
+    "every second": (lambda u: u[1::2] * 2, 0),
+    "every third": (lambda u: u[2:-2:3], 4),
+    "padded": (lambda u: jnp.pad(u, ((2, 1), (0, 3))), 2),
+    "cut and spread": (lambda u: lax.pad(u, 1.5, ((-2, 3, 2), (1, -1, 1))), 2),
+    "rolled": (lambda u: jnp.roll(u, 1, 0), 2),
+    "rolled back": (lambda u: jnp.roll(u, -3, 0), 12),
+    "rolled along both": (lambda u: jnp.roll(u, (1, -2), (0, 1)), 2),
+    "periodic": (lambda u: jnp.pad(u, ((1, 1), (0, 0)), mode="wrap"), 6),
+    "by hand": (halo_by_hand, 16),
+    "set inside": (lambda u: u.at[1:-1].set(jnp.sin(u)[2:]), 4),
+    "added to a corner": (lambda u: u.at[2:-2, 1:].add(jnp.cos(u)[:-4, :-1]), 8),
+    "ends": (lambda u: u.at[0].set(1.0).at[-1].set(2.0), 0),
+    "red and black": (lambda u: u.at[::2].multiply(2.0).at[1::2].add(1.0), 0),
+    "largest and least": (lambda u: u.at[2:-2].max(0.1).at[:, 1:3].min(0.0), 4),
+    "flags": (lambda u: (u > 0).at[1:3].set(False).at[::2].set(True) * u, 4),
+    "cut": (lambda u: jnp.split(u, (1, u.shape[0] - 1))[1], 2),
+    "steps": (
+        lambda u: lax.fori_loop(0, 3, lambda i, u: u.at[1:-1].add(0.1 * laplacian(u)), u),
+        18,
+    ),
+    "waves": (lambda u: lax.scan(lambda u, _: (jnp.roll(u, 1, 0) * 0.9, u.sum()), u, length=3), 6),
+    "smoothed": (lambda u: jnp.convolve(u[:, 0], jnp.array([0.25, 0.5, 0.25]), mode="same"), 2),
+}
+"""A function, and the rows that a rank receives at most, on any mesh."""
+
+
+@pytest.mark.parametrize("name", sorted(STENCILS))
+def test_stencils(name: str, everything: bool) -> None:
+    """The values of whole arrays, and gradients, for either dim sharded, uneven and empty shards, two axes in both orders."""
+    function, _ = STENCILS[name]
+    more = ((ROWS, SOME[:1]), (COLUMNS, SOME[:1]), (GRID, TWO[1:])) if everything else ()
+    for placement, meshes in ((ROWS, SOME[1:]), (NESTED, TWO[:1]), *more):
+        agree(function, [signed(9, 5)], [placement], meshes, fallback="error")
+
+
+@pytest.mark.parametrize("name", sorted(STENCILS))
+def test_stencils_exchange_the_overlap_alone(name: str) -> None:
+    """Nothing but messages between neighbours, of the overlap: no gather, forward or backward, on any number of ranks."""
+    function, rows = STENCILS[name]
+    gathers: dict[str, Any] = {"exchange": ..., "all_reduce": ...}  # sums of the results that are sums
+    for mesh in (Mesh(a=64),):
+        forward = spmd.jit(function, mesh=mesh, in_placements=ROWS, fallback="error").lower(WIDE)
+        forward.check(**gathers, max_bytes=rows * ROW + 64)
+        gradient = jax.grad(lambda u: sum(jnp.sum(y**2) for y in jax.tree.leaves(function(u))))
+        backward = spmd.jit(gradient, mesh=mesh, in_placements=ROWS, out_placements=ROWS, fallback="error")
+        backward.lower(WIDE).check(**gathers, max_bytes=5 * rows * ROW + 64)
+
+
+def test_the_slices_of_a_stencil_share_a_message() -> None:
+    program = spmd.jit(laplacian, mesh=Mesh(a=4), in_placements=ROWS).lower(WIDE)
+    program.check(exchange=3, max_messages=1)
+    assert "exchange[a] u" in str(program)
+
+
+def test_reversal_sends_each_rank_its_mirror_image() -> None:
+    program = agree(lambda u: u[::-1] * 2, [signed(9, 5)], [ROWS], SOME)
+    assert program
+    lowered = spmd.jit(lambda u: u[::-1], mesh=Mesh(a=4), in_placements=ROWS).lower(WIDE)
+    lowered.check(exchange=1, max_bytes=4096 // 4 * ROW)
+
+
+def test_positions_that_are_traced(everything: bool) -> None:
+    """A slice at a traced position is put together from what ranks have of it; an update is written by those that it is of."""
+    starts = jnp.asarray([-20, 0, 2, 7, 30])
+
+    def read(u: Any) -> Any:
+        return sum(lax.dynamic_slice(u, (at, at - 1), (4, 3)) for at in starts)
+
+    def written(u: Any) -> Any:
+        return sum((k + 1) * lax.dynamic_update_slice(u, u[:3, :2] * 2, (at, at - 1)) for k, at in enumerate(starts))
+
+    def history(u: Any) -> Any:
+        return lax.fori_loop(0, 5, lambda i, u: u.at[i].set(u[i + 1] * 2), u)
+
+    for function in (read, written, history):
+        for placement, meshes in ((ROWS, SOME if everything else SOME[1:2]), (NESTED, TWO[:1])):
+            agree(function, [signed(9, 5)], [placement], meshes, fallback="error")
+    for placement in (ROWS, COLUMNS):
+        lowered = spmd.jit(
+            lambda u, i, v: lax.dynamic_update_slice_in_dim(u, v, i, 0),
+            mesh=Mesh(a=4),
+            in_placements=(placement, P(), P()),
+        ).lower(WIDE, np.int32(3), jax.ShapeDtypeStruct((5, 64), np.float32))
+        lowered.check()
+
+
+SHAPES = [
+    ((6, 4), (8, 3)), ((9, 4), (4, 9)), ((9, 4), (12, 3)), ((63, 2), (126,)), ((7, 6), (42,)), ((42,), (7, 6)),
+    ((5, 1, 4), (2, 10)), ((3, 4, 5), (12, 5)), ((3, 10, 2), (6, 5, 2)), ((60,), (3, 4, 5)), ((3, 4, 5, 7), (5, 12, 7)),
+    ((1, 7, 4), (14, 2, 1)), ((2, 0, 3), (6, 0)), ((3, 4, 9, 2), (4, 3, 6, 3)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("before", "after"), SHAPES)
+def test_reshapes_whose_boundaries_do_not_line_up(before: tuple[int, ...], after: tuple[int, ...]) -> None:
+    values = signed(*before)
+    counts = check_rule(lambda x: x.reshape(after), values, meshes=(Mesh(a=2), Mesh(a=5), Mesh(a=2, b=2)))
+    assert counts["reshape"] > 10
+    agree(lambda x: jnp.sin(x).reshape(after), [values], [ROWS], SOME[1:2], fallback="error")
+
+
+def test_reshapes_move_what_crosses_a_boundary() -> None:
+    """Rows of 63 over four ranks, as pairs: what a rank lacks is less than a row of each neighbour."""
+    lowered = spmd.jit(lambda x: x.reshape(-1, 256), mesh=Mesh(a=4), in_placements=ROWS).lower(
+        jax.ShapeDtypeStruct((63, 128, 256), np.float32)
+    )
+    lowered.check(exchange=1, max_bytes=128 * 256 * 4)
+
+
+def test_rows_of_pairs_by_name_b19() -> None:
+    """A halo by pad, slice and concatenate on a periodic ring, as an example of what a port of a code does."""
+    agree(halo_by_hand, [signed(8, 3)], [ROWS], SOME, compiled=True, fallback="error")
