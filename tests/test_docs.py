@@ -7,18 +7,39 @@ import importlib.util
 import io
 import json
 from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from spmd.rules import RULES
 
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_api_page_is_current() -> None:
-    """docs/api.md is what docs/make_api.py writes."""
-    spec = importlib.util.spec_from_file_location("make_api", ROOT / "docs" / "make_api.py")
+def script(name: str) -> Any:
+    """A script of `docs` as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def test_the_api_page_is_current() -> None:
+    """docs/api.md is what docs/make_api.py writes."""
+    module = script("make_api")
     assert module.page() == module.PAGE.read_text(), "run python docs/make_api.py"
+
+
+@pytest.mark.skipif(jax.__version_info__[:2] != (0, 10), reason="the page names the primitives of the oldest JAX")
+def test_the_coverage_page_is_current() -> None:
+    """docs/coverage.md is what docs/make_coverage.py writes, and has every primitive that has a rule."""
+    module = script("make_coverage")
+    page = module.PAGE.read_text()
+    assert module.render() == page, "run python docs/make_coverage.py"
+    assert all(f"| `{primitive.name}` |" in page for primitive in RULES)
 
 
 def cells() -> list[tuple[str, str]]:
