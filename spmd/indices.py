@@ -17,7 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from collectives.jax_compat import Atom, JaxprEqn, Literal, Var, inline_function, known_primitive, shaped_like
+from collectives.jax_compat import (
+    Atom,
+    JaxprEqn,
+    Literal,
+    Var,
+    as_closed,
+    inline_function,
+    known_primitive,
+    shaped_like,
+)
 from spmd.rules.movement import factorize
 from spmd.trace import GlobalJaxpr, drop_dead
 
@@ -259,7 +268,7 @@ class _Lookup:
 
     def at_known_places(self) -> list[JaxprEqn]:
         """As a slice, or an update of one, where every index is constant or counts upward along a dim of its own, in bounds."""
-        place = None if self.pairs else self.place()
+        place = None if self.pairs or not _combines(self.eqn) else self.place()
         if place is None:
             return []
         return self._as_slice(place) if self.names is GATHER else self._as_update(place)
@@ -344,6 +353,15 @@ COMBINES: Final[dict[str, Any]] = {
 """What a scatter does with an element and its update; None: it takes the update."""
 
 LOOKUPS: Final = frozenset({"gather", *COMBINES})
+
+
+def _combines(eqn: JaxprEqn) -> bool:
+    """Whether a lookup does with element and update what its name says: `x.at[i].apply(f)` is a scatter too, of nothing."""
+    body = eqn.params.get("update_jaxpr")
+    if eqn.primitive.name != "scatter" or body is None:
+        return True
+    opened, _ = as_closed(body)
+    return not opened.eqns and opened.outvars[0] is opened.invars[1]
 
 
 def _shifted(value: Affine | None, shift: int) -> Affine | None:

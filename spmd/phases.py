@@ -50,7 +50,8 @@ def _cumulative(planner: Planner, eqn: JaxprEqn) -> list[PlannedEqn] | None:
     (operand,), (result,), axis, name = eqn.invars, eqn.outvars, eqn.params["axis"], eqn.primitive.name
     layout = planner.settled(operand)
     axes, shape = layout.dims[axis], operand.aval.shape
-    if not axes:
+    ordered = COMBINES[name][0] in ("max", "min") and jnp.issubdtype(operand.aval.dtype, jnp.complexfloating)
+    if not axes or ordered:
         return None
     count = planner.mesh.group_size(axes)
     totals = Var(shaped_like(operand.aval, (*shape[:axis], count, *shape[axis + 1 :])))

@@ -92,6 +92,18 @@ def test_stencils_exchange_the_overlap_alone(name: str) -> None:
         backward.lower(WIDE).check(**gathers, max_bytes=5 * rows * ROW + 64)
 
 
+def test_functions_applied_at_known_places() -> None:
+    """`x.at[i].apply(f)` is a scatter without updates: no update of a slice."""
+    for function in (
+        lambda u: u.at[1:4].apply(jnp.exp),
+        lambda u: u.at[2].apply(jnp.exp),
+        lambda u: u.at[::2].apply(lambda v: v * v),
+        lambda u: u.at[jnp.array([1, 3, 5])].apply(jnp.sin),
+        lambda u: u.at[2:5].power(2.0) + u.at[1:3].divide(3.0),
+    ):
+        agree(function, [signed(9, 5)], [ROWS], SOME[1:2], fallback="error", gradient=False)
+
+
 def test_the_slices_of_a_stencil_share_a_message() -> None:
     program = spmd.jit(laplacian, mesh=Mesh(a=4), in_placements=ROWS).lower(WIDE)
     program.check(exchange=3, max_messages=1)

@@ -78,6 +78,19 @@ def test_the_first_of_equals_and_of_nans() -> None:
     agree(lambda x: (x > 0).argmax(0), [values], [ROWS], SOME, gradient=False)
 
 
+def test_complex_numbers() -> None:
+    """Sums and products in phases; what orders complex numbers is gathered."""
+    values = (numbers(9, 4) + 1j * numbers(9, 4)[::-1]).astype(np.complex64)
+    for function in (
+        lambda z: jnp.cumsum(z, 0),
+        lambda z: jnp.cumprod(z, 0),
+        lambda z: lax.cummax(z, 0),
+        lambda z: lax.cummin(z, 0),
+        lambda z: lax.cumlogsumexp(z, 0),
+    ):
+        agree(function, [values], [ROWS], SOME[1:2], fallback="error", gradient=False)
+
+
 def test_running_sums_in_a_loop() -> None:
     def steps(x: Any) -> Any:
         return lax.fori_loop(0, 3, lambda i, u: jnp.cumsum(u, 0) * 0.3 + u.argmax(0), x)
