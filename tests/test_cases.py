@@ -349,3 +349,139 @@ def test_g8_meshes_side_by_side() -> None:
     with pytest.raises(spmd.ArgumentError, match="is on another mesh than the function's"):
         spmd.jit(jnp.add, mesh=meshes[0])(first, second)
     assert Replicate() == Replicate()
+
+
+def test_a11_the_place_of_the_largest_counts_from_the_whole() -> None:
+    """argmax and argmin along a sharded dim: [10, 5, 3, 8] on two ranks gives 0 and 2; the first of ties; NaN; of a cube."""
+    for values, (largest, least) in (([10, 5, 3, 8], (0, 2)), ([7, 1, 7], (0, 1)), ([1, np.nan, 3, np.nan], (1, 1))):
+        x = np.asarray(values, np.float32)
+        f = spmd.jit(lambda x: (x.argmax(), x.argmin()), mesh=TWO, in_placements=ROWS, fallback="error")
+        assert tuple(map(int, f(x))) == (largest, least)
+    cube = signed(3, 5, 4) + np.arange(4) / 8
+    agree(lambda x: (jnp.argmax(x), jnp.argmin(x, 1)), [cube], [COLUMNS], RANKS[1:], fallback="error", gradient=False)
+
+
+def test_b3_an_uneven_array_is_flattened() -> None:
+    """(6, 256) over four ranks, reshaped to one dim: each rank has its piece of the flat array."""
+    (mesh,) = [mesh for mesh in RANKS if mesh.size == 4] or [fit(Mesh(a=4))]
+    programs = agree(lambda x: x.reshape(-1), [signed(6, 256)], [ROWS], [mesh], exact=True, fallback="error")
+    programs[0].check(exchange=1, max_bytes=256 * 4)
+
+
+def test_b4_a_reshape_that_moves_data_says_so() -> None:
+    """(12, 8) and (2, 4, 6) sharded along dim 1, reshaped across it: right, and the plan shows the move."""
+    mesh = fit(Mesh(a=4))
+    for shape, after in (((12, 8), (16, 6)), ((2, 4, 6), (8, 6)), ((8, 6), (4, 12))):
+        programs = agree(lambda x, to=after: x.reshape(to), [signed(*shape)], [COLUMNS], [mesh], exact=True)
+        assert programs[0].collectives
+
+
+def test_b7_a_cartesian_product_is_an_array_like_any_other() -> None:
+    def product(x: Any, y: Any) -> Any:
+        return jnp.stack(jnp.meshgrid(x, y, indexing="ij"), -1).reshape(-1, 2)
+
+    args = [np.arange(1, 5, dtype=np.float32), np.array([10.0, 20.0], np.float32)]
+    agree(product, args, [ROWS, ROWS], RANKS[1:4], exact=True, fallback="error")
+
+
+def test_b21_a_scatter_has_global_indices() -> None:
+    """Sharded indices into a sharded array: set, add with duplicates, out of bounds (dropped), negative."""
+    zeros, ones = np.zeros(16, np.float32), np.ones(16, np.float32)
+    index, twice = np.arange(16, dtype=np.int32), np.arange(16, dtype=np.int32) % 5
+    beyond = np.array([0, 15, 16, 40, -1, -16, -17, 3], np.int32)
+    for placements in ([ROWS, ROWS, ROWS], [ROWS, WHOLE, WHOLE], [WHOLE, ROWS, ROWS]):
+        agree(lambda x, i, v: x.at[i].set(v), [zeros, index, ones], placements, RANKS[1:3], exact=True)
+        agree(lambda x, i, v: x.at[i].add(v), [zeros, twice, ones], placements, RANKS[1:3], exact=True)
+        agree(lambda x, i, v: x.at[i].add(v[:8]), [zeros, beyond, ones], placements, RANKS[1:3], exact=True)
+
+
+def test_b23_the_gradient_of_taken_columns() -> None:
+    for placement in (WHOLE, ROWS, COLUMNS):
+        agree(
+            lambda x: jnp.sum(x[:, jnp.array([1, 3, 5])] ** 2),
+            [signed(5, 7)],
+            [placement],
+            RANKS[1:4],
+            fallback="error",
+        )
+
+
+def test_b24_an_update_of_rows_moves_no_columns() -> None:
+    program = agree(lambda x, u: x.at[0:3].set(u), [signed(5, 8), signed(3, 8)], [COLUMNS, COLUMNS], [TWO])[0]
+    program.check()
+
+
+def test_b26_a_reshape_of_a_small_dim() -> None:
+    """(10, 1) sharded over two axes, to (2, 5, 1): two divides, four does not."""
+    mesh = fit(Mesh(a=2, b=2))
+    agree(
+        lambda x: x.reshape(2, 5, 1), [signed(10, 1)], [P(a=Shard(0), b=Shard(0))], [mesh], exact=True, fallback="error"
+    )
+
+
+def test_e1_a_transform_along_another_dim_stays_where_it_is() -> None:
+    x, cube = jax.ShapeDtypeStruct((8, 16), np.float32), jax.ShapeDtypeStruct((8, 16, 4), np.float32)
+    for function, arg in (
+        (lambda x: jnp.fft.fft(x, axis=1), x),
+        (lambda x: jnp.fft.rfft(x, axis=1), x),
+        (lambda x: jnp.fft.irfft(x.astype(jnp.complex64), axis=1), x),
+        (jnp.fft.fft2, cube),
+    ):
+        spmd.jit(function, mesh=Mesh(a=4), in_placements=ROWS, fallback="error").lower(arg).check()
+
+
+def test_e3_a_product_with_two_sharded_batch_dims() -> None:
+    """Nothing forward; one reduction for the gradient of the weight, over both axes."""
+    mesh, placements = Mesh(a=2, b=2), (P(a=Shard(0), b=Shard(1)), P())
+    x, w = signed(2, 2, 3), signed(3, 1)
+    spmd.jit(jnp.matmul, mesh=mesh, in_placements=placements).lower(x, w).check()
+    gradient = jax.grad(lambda x, w: jnp.sum((x @ w) ** 2), 1)
+    spmd.jit(gradient, mesh=mesh, in_placements=placements).lower(x, w).check(all_reduce=1)
+
+
+def test_e5_what_users_of_the_peers_found_without_a_rule() -> None:
+    """diagonal, select, cumsum, cumprod, searchsorted, unique, tril, roll, sort, qr, cholesky, svd: none falls back; a dynamic
+    shape is JAX's own error, which names the way out."""
+    square = np.eye(5, dtype=np.float32) * 9 + signed(5, 5)
+    square = square @ square.T
+    for function in (
+        jnp.diagonal,
+        lambda x: jnp.select([x > 1, x < -1], [x, -x], 0.5),
+        lambda x: jnp.cumsum(x, 0),
+        lambda x: jnp.cumprod(x / 60, 0),
+        lambda x: jnp.searchsorted(jnp.arange(-5.0, 5.0), x[0]),
+        lambda x: jnp.unique(x, size=12),
+        jnp.tril,
+        lambda x: jnp.roll(x, 2, 0),
+        lambda x: jnp.sort(x, 0),
+        lambda x: jnp.abs(jnp.linalg.qr(x)[1]),
+        jnp.linalg.cholesky,
+        jnp.linalg.svdvals,
+    ):
+        agree(function, [square], [ROWS], RANKS[2:3], fallback="error", gradient=False)
+    with pytest.raises(Exception, match="size"):
+        spmd.jit(jnp.nonzero, mesh=TWO, in_placements=ROWS)(square)
+
+
+def test_e7_order_and_counts_of_a_sharded_array() -> None:
+    x = np.array([4, 3, 2, 5, 6, 0], np.int32)
+    agree(lambda x: x[jnp.argsort(x)], [x], [ROWS], RANKS[1:3], exact=True)
+    agree(lambda x: jnp.bincount(x, length=9), [x], [ROWS], RANKS[1:3], exact=True)
+
+
+def test_e12_functions_with_derivatives_of_their_own() -> None:
+    """custom_jvp and custom_vjp, with keyword arguments and arguments that are not differentiated."""
+
+    @jax.custom_jvp
+    def clipped(x: Any, bound: Any = 1.0) -> Any:
+        return jnp.clip(x, -bound, bound)
+
+    clipped.defjvp(lambda primals, tangents: (clipped(*primals), 0.5 * tangents[0]))
+
+    @jax.custom_vjp
+    def scaled(x: Any, *, by: float = 2.0) -> Any:
+        return x * by
+
+    scaled.defvjp(lambda x, by=2.0: (x * by, None), lambda _, g: (3.0 * g,))
+    for function in (lambda x: clipped(x, 2.0), scaled):
+        agree(function, [signed(5, 3)], [ROWS], RANKS[1:3], fallback="error")
