@@ -104,13 +104,12 @@ def _version(move: Move) -> Version:
 
 
 def _kind(move: Move) -> Hashable:
-    """What moves of one message have in common; None for one that sends nothing, or more than once, or keys."""
-    sent = [step for step in move.steps if step.communicates]
+    """What moves of one message have in common, or of one message for each step; None for one that sends nothing, or keys."""
     dtype = move.atom.aval.dtype
-    if len(sent) != 1 or jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         return None
-    (step,) = sent
-    return step.name, step.axes, step.op, reduction_dtype(dtype) if step.op else dtype
+    sent = [step for step in move.steps if step.communicates]
+    return tuple((step.name, step.axes, step.op, reduction_dtype(dtype) if step.op else dtype) for step in sent) or None
 
 
 def _bytes(move: Move) -> int:

@@ -22,7 +22,7 @@ from spmd.trace import GlobalJaxpr
 class Move:
     """Bring a value from one layout to another, for the equation `by`; for a result, that is the one which made it.
 
-    `joined`: in one message with the move before it.
+    `joined`: in one message with the move before it, or in one for each step.
     """
 
     atom: Atom
@@ -143,10 +143,10 @@ def times(count: int | None) -> int:
 
 
 def _move_us(move: Move, machine: Machine) -> float:
-    """The cost of a move. One that joins a message pays for its bytes alone, and for packing them."""
+    """The cost of a move. One that joins others' messages pays for its bytes alone, and for packing them."""
     sizes = item_sizes(move.atom.aval)
     total = sum(step_us(step, sizes, machine) for step in move.steps)
-    return total - machine.latency_us if move.joined else total
+    return total - machine.latency_us * sum(step.communicates for step in move.steps) * move.joined
 
 
 def _ranks(planned: PlannedEqn) -> int:

@@ -135,26 +135,27 @@ class Program:
     def collectives(self) -> tuple[Collective, ...]:
         """Every logical collective, in the order of execution."""
         found: list[Collective] = []
-        message = -1
+        first = following = 0  # the message of the first step, and the next one that is free
         for each in self.plan.moves():
             move, aval = each.move, each.move.atom.aval
-            sizes = item_sizes(aval)
-            for step in move.steps:
-                if step.communicates:
-                    message += not move.joined
-                    dtype = str(reduction_dtype(aval.dtype) if step.op else aval.dtype)
-                    found.append(
-                        Collective(
-                            step.name, step.axes, step.op, aval.shape, dtype, step_bytes(step, sizes),
-                            each.source or UNKNOWN, move.reason, each.count, message,
-                        )
-                    )  # fmt: skip
+            sent = [step for step in move.steps if step.communicates]
+            if not move.joined:
+                first, following = following, following + len(sent)
+            for message, step in enumerate(sent, first):
+                dtype = str(reduction_dtype(aval.dtype) if step.op else aval.dtype)
+                found.append(
+                    Collective(
+                        step.name, step.axes, step.op, aval.shape, dtype, step_bytes(step, item_sizes(aval)),
+                        each.source or UNKNOWN, move.reason, each.count, message,
+                    )
+                )  # fmt: skip
         return tuple(found)
 
     @property
     def messages(self) -> tuple[Message, ...]:
         """What is sent, in order. Independent collectives of one kind that are ready together share a message."""
-        groups = itertools.groupby(self.collectives, lambda collective: collective.message)
+        in_order = sorted(self.collectives, key=lambda collective: collective.message)
+        groups = itertools.groupby(in_order, lambda collective: collective.message)
         return tuple(Message(tuple(group)) for _, group in groups)
 
     @property

@@ -141,13 +141,15 @@ def _input_rows(program: Any, naming: Naming) -> Iterator[Row]:
 def _move_rows(program: Any, naming: Naming, sourced: SourcedMove) -> Iterator[Row]:
     move, source = sourced.move, sourced.source
     times = "" if sourced.count == 1 else f" x {'?' if sourced.count is None else sourced.count}"
-    sizes = item_sizes(move.atom.aval)
+    sizes, sent = item_sizes(move.atom.aval), sum(step.communicates for step in move.steps)
     for step in move.steps:
         operand = naming.placed(move.atom, step.source)
         detail = ", ".join((*step.axes, *((step.op,) if step.op else ())))
         name = step.name if step.communicates else f"local_{step.name}"
         where = f"; {source.offset}" if source is not None and source.function else ""
-        shared = ", in the message above" if move.joined else ""
+        shared = (
+            ", in the message above" if move.joined and sent == 1 else ", in a message above" if move.joined else ""
+        )
         note = f"  # {step_bytes(step, sizes)} bytes{times}{shared}: {move.reason}{where}" if step.communicates else ""
         result = naming.moved(move.atom, step.target)
         yield f"{result} = {name}[{detail}] {operand}", _typed(program, move.atom.aval, step.target), note

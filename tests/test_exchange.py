@@ -110,6 +110,22 @@ def test_the_slices_of_a_stencil_share_a_message() -> None:
     assert "exchange[a] u" in str(program)
 
 
+def test_a_stencil_of_two_dims_sends_a_message_for_each_dim() -> None:
+    """Five windows of one array, along two sharded dims: a message for each dim; the update two more. Values in a loop too."""
+
+    def steps(u: Any) -> Any:
+        def step(u: Any, _: Any) -> Any:
+            near = u[2:, 1:-1] + u[:-2, 1:-1] + u[1:-1, 2:] + u[1:-1, :-2] - 4 * u[1:-1, 1:-1]
+            return u.at[1:-1, 1:-1].add(0.1 * near), u.sum()
+
+        return lax.scan(step, u, length=3)
+
+    large = jax.ShapeDtypeStruct((10_000, 10_001), np.float32)
+    lowered = spmd.jit(steps, mesh=Mesh(a=64, b=64), in_placements=P(a=S(0), b=S(1))).lower(large)
+    lowered.check(exchange=12, all_reduce=1, max_messages=5)
+    agree(steps, [signed(7, 9)], [P(a=S(0), b=S(1))], TWO, compiled=True, fallback="error")
+
+
 def test_reversal_sends_each_rank_its_mirror_image() -> None:
     program = agree(lambda u: u[::-1] * 2, [signed(9, 5)], [ROWS], SOME)
     assert program

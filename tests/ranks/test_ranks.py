@@ -447,3 +447,20 @@ def test_neighbours_exchange() -> None:
     agree(lambda u: u.reshape(-1, 7) * 2, [X], [ROWS], [MESH], compiled=True, fallback="error")
     agree(lambda u: (jnp.cumsum(u, 0), u.argmax(0)), [X], [ROWS], [MESH], compiled=True, fallback="error")
     agree(lambda u: jnp.abs(jnp.fft.fft2(u)), [X], [ROWS], [MESH], compiled=True, fallback="error")
+
+
+def test_neighbours_exchange_along_two_dims() -> None:
+    """A stencil on a grid: windows along both dims share a message for each; corners are right."""
+    if SIZE not in (2, 4):
+        pytest.skip("a grid needs two or four ranks")
+
+    def steps(u: Any) -> Any:
+        def step(u: Any, _: Any) -> Any:
+            near = u[2:, 1:-1] + u[:-2, 1:-1] + u[1:-1, 2:] + u[1:-1, :-2] + u[2:, 2:] - 5 * u[1:-1, 1:-1]
+            return u.at[1:-1, 1:-1].add(0.1 * near), u.sum()
+
+        return lax.scan(step, u, length=3)
+
+    grid = (np.arange(63, dtype=np.float32) * 7 % 11 - 5).reshape(7, 9)
+    mesh = Mesh(a=2, b=SIZE // 2)
+    agree(steps, [grid], [P(a=Shard(0), b=Shard(1))], [mesh], compiled=True, fallback="error")
