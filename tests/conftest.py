@@ -7,9 +7,10 @@ import importlib.util
 import os
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -67,6 +68,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "slow" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="slow: pytest --all runs it"))
+
+
+def sample(names: Iterable[str], share: int) -> list[Any]:
+    """Names as parameters: one in `share` for the default run, by a hash, and all with `--all`."""
+    return [
+        name if zlib.crc32(name.encode()) % share == 0 else pytest.param(name, marks=pytest.mark.slow)
+        for name in sorted(names)
+    ]
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import sample
 from functions import FUNCTIONS, Case
 from oracle import weigh
 
@@ -24,11 +25,7 @@ FALLS_BACK: dict[str, str] = dict.fromkeys(
 
 MESHES = [*(Mesh(a=n) for n in (2, 3, 4, 5)), Mesh(a=2, b=2), Mesh(b=3, a=2)]
 CASES = 2
-"""Cases of each function with `--all`; without it one case of every eighth function."""
-NAMES = [
-    name if zlib.crc32(name.encode()) % 8 == 0 else pytest.param(name, marks=pytest.mark.slow)
-    for name in sorted(FUNCTIONS)
-]
+"""Cases of each function with `--all`; without it one case of every sixteenth function."""
 
 
 def drawn(case: Case, rng: np.random.Generator) -> tuple[Mesh, tuple[P, ...]]:
@@ -81,7 +78,7 @@ def check(name: str, seed: int) -> None:
             close(array.full(), whole, f"gradient of {what}")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sample(FUNCTIONS, 16))
 def test_function(name: str, everything: bool) -> None:
     for seed in range(CASES if everything else 1):
         check(name, seed)

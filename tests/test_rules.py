@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -394,7 +395,8 @@ ROWS |= {
 def test_row(name: str, request: pytest.FixtureRequest) -> None:
     """Every strategy of the row gives the shards or parts of the whole result; with `--all` on more meshes."""
     function, args = ROWS[name]
-    meshes = MESHES if request.config.getoption("--all") else (Mesh(a=4), Mesh(a=2, b=2))
+    few = (Mesh(a=4), Mesh(a=2, b=2)) if zlib.crc32(name.encode()) % 3 == 0 else (Mesh(a=4),)
+    meshes = MESHES if request.config.getoption("--all") else few
     counts = check_rule(function, *args, meshes=meshes)
     assert sum(counts.values()) > 0
 
