@@ -140,16 +140,12 @@ def bind(eqn: JaxprEqn, operands: list[Any], params: dict[str, Any]) -> list[Any
 
 def dynamic_slice(operand: Any, starts: list[Any], sizes: tuple[int, ...]) -> Any:
     """`lax.dynamic_slice` without the arithmetic that wraps negative starts: ours are in range."""
-    found = primitive("dynamic_slice")
-    assert found is not None
-    return found.bind(operand, *starts, slice_sizes=sizes)
+    return known_primitive("dynamic_slice").bind(operand, *starts, slice_sizes=sizes)
 
 
 def dynamic_update_slice(operand: Any, update: Any, starts: list[Any]) -> Any:
     """`lax.dynamic_update_slice` without the arithmetic that wraps negative starts: ours are in range."""
-    found = primitive("dynamic_update_slice")
-    assert found is not None
-    return found.bind(operand, update, *starts)
+    return known_primitive("dynamic_update_slice").bind(operand, update, *starts)
 
 
 def identity_primitive(name: str) -> Primitive:

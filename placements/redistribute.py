@@ -137,13 +137,13 @@ def steps_from(layout: Layout, target: Layout, movable: tuple[str, ...], shape: 
 
 def _windows(layout: Layout, target: Layout, shape: Shape) -> Iterator[Step]:
     """The next step to windows, where all other dims are as the target has them, or whole and to be sliced to windows."""
-    waiting = [dim for dim, reach in target.windows if (dim, reach) not in layout.windows]
+    waiting = [pair for pair in target.windows if pair not in layout.windows]
     windowed = {dim for dim, _ in target.windows}
     for dim, axes in enumerate(target.dims):
         if layout.dims[dim] != axes and not (dim in windowed and not layout.dims[dim]):
             return
-    for dim in waiting[:1]:
-        axes, reach = target.dims[dim], dict(target.windows)[dim]
+    for dim, reach in waiting[:1]:
+        axes = target.dims[dim]
         after = layout.with_dim(dim, axes, reach)
         if not layout.dims[dim]:
             yield Step("slice", axes, layout, after, 0, dim)

@@ -116,7 +116,8 @@ class _Known:
         self.affine: dict[Var, Affine] = {}
         self.false: set[Var] = set()
         self.columns: dict[Var, list[Affine | None]] = {}
-        for var, value in constants:
+        self.constants: dict[Var, np.ndarray[Any, Any]] = {}
+        for var, value in constants:  # their columns are looked at where a lookup asks
             kind = getattr(value, "dtype", None)
             if kind == np.bool_ and not np.any(value):
                 self.false.add(var)
@@ -124,8 +125,7 @@ class _Known:
                 array = np.asarray(value)
                 if (found := _affine(array)) is not None:
                     self.affine[var] = found
-                if array.ndim and array.shape[-1] > 1:
-                    self.columns[var] = [_affine(array[..., at : at + 1]) for at in range(array.shape[-1])]
+                self.constants[var] = array
 
     def tell(self, atom: Atom, other: _Known, var: Var, shift: int) -> None:
         """Let what is known of a value be known of another elsewhere, whose dims are shifted."""
@@ -137,6 +137,8 @@ class _Known:
             other.columns[var] = [_shifted(value, shift) for value in self.columns[atom]]
         if atom in self.false:
             other.false.add(var)
+        if atom in self.constants and not shift:
+            other.constants[var] = self.constants[atom]
 
     def of(self, atom: Atom) -> Affine | None:
         """A value as integers that count, if it is."""
@@ -180,6 +182,9 @@ class _Known:
             return [eqn]
         if indices.aval.shape[-1] == 1:
             columns = [self.of(indices)]
+        elif indices in self.constants:
+            array = self.constants[indices]
+            columns = [_affine(array[..., at : at + 1]) for at in range(array.shape[-1])]
         else:
             columns = self.columns.get(indices, [None] * indices.aval.shape[-1])
         lookup = _Lookup.of(eqn, columns)

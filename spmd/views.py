@@ -270,10 +270,7 @@ def _scatter(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
         if views[2] is not None and views[0] is None and math.prod(views[2].sizes(dim)) == math.prod(pattern[at]):
             pattern[at] = views[2].sizes(dim)
     table = View(table.of, groups_of(pattern))
-    single = [
-        len(table.groups[dim]) == 1 for dim in (*numbers.scatter_dims_to_operand_dims, *numbers.inserted_window_dims)
-    ]
-    if not all(single) or len(indices.groups[-1]) > 1:
+    if not _is_at_single(table, indices, numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims, batched):
         return None
     windows = iter(outside)
     outer, updates = iter(indices.pattern[:-1]), []

@@ -150,10 +150,8 @@ def _reshape(eqn: JaxprEqn) -> Rule | None:
             for at, (ours, theirs) in enumerate(groups):
                 window = call.window(0, before, ours[0])
                 if window is not None:
-                    row, part = (
-                        math.prod(dims) for dims in ([before[d] for d in ours[1:]], [after[d] for d in theirs[1:]])
-                    )
-                    start = call.offset(layout, after, theirs[0]) * part - call.place.reached(window)[1] * row
+                    row_start = call.place.reached(window)[1] * window.reach.per
+                    start = call.offset(layout, after, theirs[0]) * window.reach.step - row_start
                     value = lax.dynamic_slice_in_dim(value, start, math.prod(shape[dim] for dim in theirs), at)
         return [lax.reshape(value, shape)] if 0 not in shape else [lax.full(shape, 0, value.dtype)]
 
