@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 from collectives.jax_compat import Atom, JaxprEqn, Primitive, Var, primitive, shaped_like
@@ -231,7 +231,9 @@ def _gather(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
     table, indices = (_as_view(atom, view) for atom, view in zip(eqn.invars, views, strict=True))
     numbers, sizes, shape = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], eqn.outvars[0].aval.shape
     batched = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
-    if not _is_at_single(table, indices, numbers.start_index_map, numbers.collapsed_slice_dims, batched):
+    if any(table.sizes(dim) != indices.sizes(at) for dim, at in batched.items()):
+        return None
+    if not _looks_up_single(table, indices, numbers.start_index_map, numbers.collapsed_slice_dims):
         return None
     windows = [dim for dim in range(len(sizes)) if dim not in (*numbers.collapsed_slice_dims, *batched)]
     if any(len(table.groups[dim]) > 1 and sizes[dim] != eqn.invars[0].aval.shape[dim] for dim in windows):
@@ -270,7 +272,7 @@ def _scatter(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
         if views[2] is not None and views[0] is None and math.prod(views[2].sizes(dim)) == math.prod(pattern[at]):
             pattern[at] = views[2].sizes(dim)
     table = View(table.of, groups_of(pattern))
-    if not _is_at_single(table, indices, numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims, batched):
+    if not _looks_up_single(table, indices, numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims):
         return None
     windows = iter(outside)
     outer, updates = iter(indices.pattern[:-1]), []
@@ -295,15 +297,9 @@ def _scatter(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
     return Expanded(params, pattern, [pattern, indices.pattern, updates])
 
 
-def _is_at_single(
-    table: View, indices: View, looked_up: Iterable[int], single: Iterable[int], batched: Mapping[int, int]
-) -> bool:
-    """Whether indices are not joined along the dims that they look up, and batched dims are joined alike."""
-    return (
-        all(len(table.groups[dim]) == 1 for dim in (*looked_up, *single))
-        and all(table.sizes(dim) == indices.sizes(at) for dim, at in batched.items())
-        and len(indices.groups[-1]) == 1
-    )
+def _looks_up_single(table: View, indices: View, looked_up: Iterable[int], single: Iterable[int]) -> bool:
+    """Whether what is looked up, and the columns of the indices, are not joined dims."""
+    return len(indices.groups[-1]) == 1 and all(len(table.groups[dim]) == 1 for dim in (*looked_up, *single))
 
 
 EXPAND: Final[dict[Primitive, Callable[[JaxprEqn, Sequence[View | None]], Expanded | None]]] = {
