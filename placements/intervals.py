@@ -92,8 +92,8 @@ class Reach:
     """From which indices of a dim an interval of another dim is computed; `of` is the size of that other dim.
 
     [low, high) needs from `(low * step + first) // per` to `((high - 1) * step + last) // per`, both included, as far as the
-    dim goes; an empty interval needs nothing. `flipped`: the other dim is counted from its end. So `x[3::2]` is
-    `Reach(of, 2, 3, 3)`, and a convolution with a window of 3 and padding 1 is `Reach(of, 1, -1, 1)`.
+    dim goes, or `within` if bounds are given; an empty interval needs nothing. `flipped`: the other dim is counted from its
+    end. So `x[3::2]` is `Reach(of, 2, 3, 3)`, and a convolution with a window of 3 and padding 1 is `Reach(of, 1, -1, 1)`.
     """
 
     of: int
@@ -102,6 +102,11 @@ class Reach:
     last: int = 0
     per: int = 1
     flipped: bool = False
+    within: tuple[()] | Bounds = ()
+
+    def limits(self, size: int) -> Bounds:
+        """The bounds that nothing outside is needed of, of a dim of `size`."""
+        return self.within or (0, size)
 
     def bounds(self, interval: Bounds, size: int) -> Bounds:
         """What `interval` needs of a dim of `size`.
@@ -113,8 +118,9 @@ class Reach:
         if high <= low:
             return 0, 0
         first, last = (low * self.step + self.first) // self.per, ((high - 1) * self.step + self.last) // self.per
-        start = min(max(first, 0), size)
-        return start, max(start, min(last + 1, size))
+        begin, end = self.limits(size)
+        start = min(max(first, begin), end)
+        return start, max(start, min(last + 1, end))
 
 
 @dataclass(frozen=True, slots=True)

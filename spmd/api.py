@@ -33,6 +33,7 @@ from spmd.prefix import PlacedLeaf, place_leaves
 from spmd.program import Program
 from spmd.propagate import plan
 from spmd.signature import Signature, read_signature
+from spmd.slices import with_slices_taken
 from spmd.trace import constrain, is_large, trace, tracing_mesh
 from spmd.validate import valid_layout, valid_merge
 
@@ -253,7 +254,7 @@ class SpmdFunction:
             return isinstance(value, DArray) or is_large(value)
 
         traced = trace(flat, [as_struct(leaf.aval) for leaf in leaves], mesh, is_hidden)
-        jaxpr = without_joins(with_known_indices(traced))
+        jaxpr = with_slices_taken(without_joins(with_known_indices(traced)))
         treedef = trees[-1]
         skeleton = jax.tree.unflatten(treedef, [atom.aval for atom in jaxpr.outputs])
         stated = self._result_placements(skeleton, mesh)

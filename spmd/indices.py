@@ -28,7 +28,7 @@ from collectives.jax_compat import (
     shaped_like,
 )
 from spmd.rules.movement import factorize
-from spmd.trace import GlobalJaxpr, drop_dead
+from spmd.trace import GlobalJaxpr
 
 CONCATENATE: Final = known_primitive("concatenate")
 SLICE: Final = known_primitive("slice")
@@ -74,7 +74,7 @@ def _rewritten(jaxpr: GlobalJaxpr, known: _Known) -> GlobalJaxpr:
         for each in made:
             callers.update(dict.fromkeys(each.outvars, callers.get(eqn.outvars[0], ())) if each is not eqn else {})
         eqns += made
-    return dataclasses.replace(jaxpr, eqns=tuple(drop_dead(eqns, list(jaxpr.outputs))), callers=callers)
+    return jaxpr.with_equations(eqns, callers=callers)
 
 
 def _entering(eqn: JaxprEqn) -> Iterator[list[tuple[Atom, Var, int]]]:
@@ -167,6 +167,8 @@ class _Known:
             found = Affine(0, 1, eqn.params["dimension"])
         elif name == "select_n" and eqn.invars[0] in self.false:
             found = operands[1]
+        elif name == "rev" and operands[0] is not None:
+            found = _reversed(eqn, operands[0])
         elif name in ("convert_element_type", "broadcast_in_dim", "reshape") and len(operands) == 1 and operands[0]:
             found = _moved(eqn, operands[0])
         elif name in ("add", "sub", "mul") and None not in operands:
@@ -272,7 +274,7 @@ class _Lookup:
         return eqns, found[-1]
 
     def at_known_places(self) -> list[JaxprEqn]:
-        """As a slice, or an update of one, where every index is constant or counts upward along a dim of its own, in bounds."""
+        """As a slice, or an update of one, where every index is constant or counts along a dim of its own, in bounds."""
         place = None if self.pairs or not _combines(self.eqn) else self.place()
         if place is None:
             return []
@@ -281,13 +283,16 @@ class _Lookup:
     def place(self) -> _Place | None:
         """Where in the table the lookup is, if it is at one place of one shape."""
         starts, strides, counts = [0] * len(self.sizes), [1] * len(self.sizes), list(self.sizes)
+        flipped: tuple[int, ...] = ()
         along: dict[int, int] = {}
         for dim, column in zip(self.looked_up, self.columns, strict=True):
-            if column is None or (column.dim is not None and (column.step < 1 or dim not in self.single)):
+            if column is None or (column.dim is not None and (column.step == 0 or dim not in self.single)):
                 return None
             starts[dim] = column.start
             if column.dim is not None:
-                along[dim], strides[dim], counts[dim] = column.dim, column.step, self.indices.shape[column.dim]
+                along[dim], strides[dim], counts[dim] = column.dim, abs(column.step), self.indices.shape[column.dim]
+                starts[dim] += min(column.step, 0) * (counts[dim] - 1)
+                flipped += (dim,) if column.step < 0 else ()
         if sorted(along.values()) != list(range(len(self.indices.shape) - 1)) or 0 in counts:
             return None  # the same place several times, or none
         ends = [start + (count - 1) * step + 1 for start, count, step in zip(starts, counts, strides, strict=True)]
@@ -297,11 +302,11 @@ class _Lookup:
         inner = iter(self.windows)
         kept = [dim for dim in range(len(self.sizes)) if dim in along or dim not in self.single]
         order = tuple(outer[along[dim]] if dim in along else next(inner) for dim in kept)
-        return _Place(tuple(starts), tuple(ends), tuple(strides), tuple(kept), order)
+        return _Place(tuple(starts), tuple(ends), tuple(strides), flipped, tuple(kept), order)
 
     def _as_slice(self, place: _Place) -> list[JaxprEqn]:
         def gather(table: Any, _: Any) -> Any:
-            found = lax.slice(table, place.starts, place.ends, place.strides)
+            found = place.turned(place.cut(table))
             found = lax.squeeze(found, [dim for dim in range(table.ndim) if dim not in place.kept])
             return lax.transpose(found, np.argsort(place.order).tolist())
 
@@ -315,8 +320,11 @@ class _Lookup:
         def scatter(table: Any, _: Any, updates: Any) -> Any:
             update = lax.transpose(updates, place.order)
             update = lax.expand_dims(update, [dim for dim in range(table.ndim) if dim not in place.kept])
+            update = place.turned(update)
             if all(step == 1 for step in place.strides):
-                new = update if combine is None else combine(lax.slice(table, place.starts, place.ends), update)
+                new = update if combine is None else combine(place.cut(table), update)
+                if new.shape == table.shape:
+                    return new
                 return lax.dynamic_update_slice(table, new, [np.int32(start) for start in place.starts])
             bounds = zip(place.starts, place.ends, place.strides, table.shape, strict=True)
             config = [(start, size - end, step - 1) for start, end, step, size in bounds]
@@ -329,13 +337,24 @@ class _Lookup:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Place:
-    """A strided slice of a table. Of its dims `kept` are in the result (a scatter: the update), at the places `order`."""
+    """A strided slice of a table, from the end to the start along `flipped`. Of its dims `kept` are in the result (a scatter:
+    the update), at the places `order`."""
 
     starts: tuple[int, ...]
     ends: tuple[int, ...]
     strides: tuple[int, ...]
+    flipped: tuple[int, ...]
     kept: tuple[int, ...]
     order: tuple[int, ...]
+
+    def cut(self, table: Any) -> Any:
+        """The slice as it lies in the table."""
+        is_whole = not any(self.starts) and self.ends == table.shape and set(self.strides) <= {1}
+        return table if is_whole else lax.slice(table, self.starts, self.ends, self.strides)
+
+    def turned(self, value: Any) -> Any:
+        """An array of the table's dims, with the other end of those that are flipped first."""
+        return lax.rev(value, self.flipped) if self.flipped else value
 
 
 GATHER: Final = "start_index_map", "collapsed_slice_dims", "operand_batching_dims", "start_indices_batching_dims"
@@ -387,6 +406,14 @@ def _arithmetic(name: str, left: Affine, right: Affine) -> Affine | None:
         return None
     sign, dim = (-1 if name == "sub" else 1), right.dim if left.dim is None else left.dim
     return Affine(left.start + sign * right.start, left.step + sign * right.step, dim)
+
+
+def _reversed(eqn: JaxprEqn, value: Affine) -> Affine:
+    """What counts along a dim, after a reversal of some dims."""
+    if value.dim is None or value.dim not in eqn.params["dimensions"]:
+        return value
+    last = eqn.outvars[0].aval.shape[value.dim] - 1
+    return Affine(value.start + value.step * last, -value.step, value.dim)
 
 
 def _moved(eqn: JaxprEqn, value: Affine) -> Affine | None:

@@ -20,7 +20,7 @@ from collectives.jax_compat import Atom, JaxprEqn, Literal, Var, draws_by_index,
 from spmd.rules import elementwise
 from spmd.rules.movement import factorize
 from spmd.rules.random import LARGEST
-from spmd.trace import GlobalJaxpr, drop_dead
+from spmd.trace import GlobalJaxpr
 from spmd.views import EXPAND, Pattern, View, fitting, groups_of, joined
 
 RESHAPE: Final = known_primitive("reshape")
@@ -69,8 +69,8 @@ class _Pass:
     def finish(self, outputs: Sequence[Atom]) -> GlobalJaxpr:
         """The new jaxpr, with these outputs."""
         inputs = tuple(self.views[var].of if var in self.given else var for var in self.jaxpr.inputs)
-        eqns, callers = tuple(drop_dead(self.eqns, list(outputs))), MappingProxyType(self.callers)
-        return dataclasses.replace(self.jaxpr, inputs=inputs, eqns=eqns, outputs=tuple(outputs), callers=callers)
+        callers = MappingProxyType(self.callers)
+        return self.jaxpr.with_equations(self.eqns, inputs=inputs, outputs=tuple(outputs), callers=callers)
 
     def visit(self, eqn: JaxprEqn) -> None:
         """Emit one equation, on the values behind the joined ones where that is possible."""

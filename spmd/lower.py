@@ -66,7 +66,7 @@ class Place:
             count = length(Split(reach.of, axes).bounds(self.mesh, self.coordinate))
             low = lax.sub(np.int32(reach.of - count), low)
         first = jnp.floor_divide(low * np.int32(reach.step) + np.int32(reach.first), np.int32(reach.per))
-        return first, jnp.clip(first, 0, window.size)
+        return first, jnp.clip(first, *reach.limits(window.size))
 
     def begin(self, layout: Layout, dim: int, size: int) -> Any:
         """Where this rank's part of a dim begins, traced."""

@@ -139,10 +139,47 @@ def _fourier(planner: Planner, eqn: JaxprEqn) -> list[PlannedEqn] | None:
     return [planned for each in made for planned in planner.plan_eqn(each)]
 
 
+def _largest(planner: Planner, eqn: JaxprEqn) -> list[PlannedEqn] | None:
+    """The k largest of each piece, and then of what all pieces gave, where that is less than half of all there is.
+
+    The last piece is filled up with the least value there is: it comes after its equals, so it is never chosen before one.
+    """
+    (operand,), k, axis = eqn.invars, eqn.params["k"], eqn.params["axis"]
+    axes, shape, dtype = planner.settled(operand).dims[axis], operand.aval.shape, operand.aval.dtype
+    count = planner.mesh.group_size(axes)
+    length = -(-shape[axis] // count)
+    if not axes or not 0 < k <= length or 2 * count * k >= shape[axis]:
+        return None
+    others = tuple(dim for dim in range(len(shape)) if dim != axis)
+    numbers = lax.GatherDimensionNumbers((), (axis,), (axis,), others, others)
+
+    def in_turn(value: Any) -> Any:
+        fill = [(0, (count * length - shape[axis]) * (dim == axis), 0) for dim in range(len(shape))]
+        pieces = lax.reshape(lax.pad(value, _least(dtype), fill), (*shape[:axis], count, length, *shape[axis + 1 :]))
+        values, places = jax_compat.bind(eqn, [pieces], {**eqn.params, "axis": axis + 1})
+        places += lax.broadcasted_iota(places.dtype, places.shape, axis) * length
+        few = (*shape[:axis], count * k, *shape[axis + 1 :])
+        values, at = jax_compat.bind(eqn, [lax.reshape(values, few)], eqn.params)
+        ones, mode = (1,) * len(shape), lax.GatherScatterMode.PROMISE_IN_BOUNDS
+        return values, lax.gather(lax.reshape(places, few), lax.expand_dims(at, [len(shape)]), numbers, ones, mode=mode)
+
+    made = planner.instead(eqn, lambda eqn: inline_function(in_turn, eqn))
+    return [planned for each in made for planned in planner.plan_eqn(each)]
+
+
+def _least(dtype: Any) -> Any:
+    """What `top_k` chooses last: of floats the NaN whose bits are all set."""
+    dtype = np.dtype(dtype)
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.frombuffer(b"\xff" * dtype.itemsize, dtype)[0]
+    return np.asarray(jnp.iinfo(dtype).min, dtype)[()]
+
+
 PHASES: Final[dict[str, Callable[[Planner, JaxprEqn], list[PlannedEqn] | None]]] = {
     "argmax": _chosen,
     "argmin": _chosen,
     **dict.fromkeys(COMBINES, _cumulative),
     "fft": _fourier,
+    "top_k": _largest,
 }
 """By the name of a primitive how it is planned along a sharded dim; None where it is not sharded along it."""

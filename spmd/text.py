@@ -72,7 +72,7 @@ class Naming:
 
 SHOWN: Final = (
     "axes", "axis", "dimension", "dimensions", "permutation", "new_dtype", "y",
-    "start_indices", "limit_indices", "strides", "padding_config", "reverse",
+    "start_indices", "limit_indices", "strides", "padding_config", "reverse", "bounds",
 )  # fmt: skip
 """The parameters that the text shows; the others follow from the shapes."""
 

@@ -124,6 +124,14 @@ class GlobalJaxpr:
     hidden: tuple[Any, ...] = ()
     callers: Mapping[Var, tuple[JaxprEqn, ...]] = field(default_factory=dict)
 
+    def with_equations(self, eqns: Sequence[JaxprEqn], **changes: Any) -> GlobalJaxpr:
+        """The same with other equations, and other changes: the equations and constants that an output needs."""
+        changed = dataclasses.replace(self, eqns=tuple(eqns), **changes)
+        kept = drop_dead(changed.eqns, changed.outputs)
+        used = {id(atom) for eqn in kept for atom in eqn.invars} | {id(atom) for atom in changed.outputs}
+        constants = tuple((var, value) for var, value in self.constants if id(var) in used)
+        return dataclasses.replace(changed, eqns=kept, constants=constants)
+
     def source(self, eqn: JaxprEqn) -> Source:
         """Where in the user's code an equation comes from."""
         chain = (eqn, *(self.callers.get(eqn.outvars[0], ()) if eqn.outvars else ()))
@@ -151,7 +159,7 @@ def trace(
     hidden = [(var, value) for var, value in flat.hidden if id(var) in used]
     return GlobalJaxpr(
         (*inputs, *(var for var, _ in hidden)),
-        tuple(eqns),
+        eqns,
         tuple(outputs),
         constants,
         tuple(value for _, value in hidden),
@@ -172,7 +180,7 @@ HINTS: Final = (
 """What JAX says of code for its own meshes is no help here: a word of its message, and what to do."""
 
 
-def drop_dead(eqns: list[JaxprEqn], outputs: list[Atom]) -> list[JaxprEqn]:
+def drop_dead(eqns: Sequence[JaxprEqn], outputs: Sequence[Atom]) -> tuple[JaxprEqn, ...]:
     """The equations that an output needs, or that have an effect."""
     needed = {id(atom) for atom in outputs}
     kept = []
@@ -180,7 +188,7 @@ def drop_dead(eqns: list[JaxprEqn], outputs: list[Atom]) -> list[JaxprEqn]:
         if eqn.effects or any(id(var) in needed for var in eqn.outvars):
             kept.append(eqn)
             needed.update(id(atom) for atom in eqn.invars)
-    return kept[::-1]
+    return tuple(kept[::-1])
 
 
 SLICE: Final = known_primitive("slice")

@@ -210,6 +210,13 @@ def _chosen(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
     return Expanded({**eqn.params, "axes": view.groups[axis]}, kept)
 
 
+def _rev(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
+    """A joined dim is reversed as all its factors are."""
+    (view,) = views
+    assert view is not None
+    return Expanded({**eqn.params, "dimensions": view.dims(eqn.params["dimensions"])}, view.pattern)
+
+
 def _squeeze(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
     (view,), gone = views, eqn.params["dimensions"]
     assert view is not None
@@ -218,12 +225,10 @@ def _squeeze(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
 
 
 def _top_k(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
-    (view,), last = views, len(eqn.invars[0].aval.shape) - 1
+    (view,), axis = views, eqn.params["axis"]
     assert view is not None
-    axis = eqn.params.get("axis", last)
     kept = _kept(view, [axis], eqn.outvars[0].aval.shape)
-    changed = {"axis": view.groups[axis][0]} if "axis" in eqn.params else {}
-    return None if kept is None else Expanded({**eqn.params, **changed}, kept)
+    return None if kept is None else Expanded({**eqn.params, "axis": view.groups[axis][0]}, kept)
 
 
 def _gather(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
@@ -320,9 +325,9 @@ EXPAND: Final[dict[Primitive, Callable[[JaxprEqn, Sequence[View | None]], Expand
             ("scatter", "scatter_add", "scatter_max", "scatter_min", "scatter_mul", "scatter_sub"), _scatter
         ),
         "pad": _pad,
-        "rev": _along("dimensions"),
         "slice": _slice,
         "sort": _along("dimension"),
+        "rev": _rev,
         "squeeze": _squeeze,
         "top_k": _top_k,
         **{f"cum{op}": _along("axis") for op in ("logsumexp", "max", "min", "prod", "sum")},

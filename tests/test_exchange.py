@@ -49,6 +49,8 @@ STENCILS: dict[str, tuple[Callable[[Any], Any], int]] = {
     "every third": (lambda u: u[2:-2:3], 4),
     "padded": (lambda u: jnp.pad(u, ((2, 1), (0, 3))), 2),
     "cut and spread": (lambda u: lax.pad(u, 1.5, ((-2, 3, 2), (1, -1, 1))), 2),
+    "backward in steps": (lambda u: u[jnp.arange(u.shape[0] - 1, -1, -2)], 32),
+    "set backward": (lambda u: u.at[::-2].set(jnp.sin(u[::2])), 32),
     "rolled": (lambda u: jnp.roll(u, 1, 0), 2),
     "rolled back": (lambda u: jnp.roll(u, -3, 0), 12),
     "rolled along both": (lambda u: jnp.roll(u, (1, -2), (0, 1)), 2),
@@ -109,6 +111,27 @@ def test_the_slices_of_a_stencil_share_a_message() -> None:
     program = spmd.jit(laplacian, mesh=Mesh(a=4), in_placements=ROWS).lower(WIDE)
     program.check(exchange=3, max_messages=1)
     assert "exchange[a] u" in str(program)
+
+
+def test_slices_that_are_joined_again_move_once() -> None:
+    """Both parts of a roll, and both ends of a periodic halo, come straight from the array, in one message for each axis."""
+
+    def periodic(u: Any) -> Any:
+        return jnp.roll(u, 1, 0) + jnp.roll(u, -1, 0) + jnp.roll(u, 3, 1) - jnp.roll(u, -1, 1)
+
+    program = spmd.jit(lambda u: jnp.roll(u, 5, 0), mesh=Mesh(a=4), in_placements=ROWS).lower(WIDE)
+    program.check(exchange=2, max_messages=1)
+    for function in (
+        lambda u: jnp.pad(u, ((2, 1), (0, 0)), mode="wrap"),
+        lambda u: jnp.roll(u, 1, 0) - jnp.roll(u, -1, 0),
+    ):
+        spmd.jit(function, mesh=Mesh(a=4), in_placements=ROWS).lower(WIDE).check(exchange=..., max_messages=1)
+    spmd.jit(periodic, mesh=Mesh(a=4, b=4), in_placements=GRID).lower(WIDE).check(exchange=..., max_messages=2)
+    looped = spmd.jit(
+        lambda u: lax.scan(lambda u, _: (periodic(u), None), u, length=3)[0], mesh=TWO[0], in_placements=GRID
+    )
+    assert "bounds=((8, 9), (0, 8))" in str(looped.lower(signed(9, 5)))
+    agree(periodic, [signed(9, 5)], [GRID], TWO, compiled=True, fallback="error")
 
 
 def test_a_stencil_of_two_dims_sends_a_message_for_each_dim() -> None:

@@ -46,7 +46,8 @@ CASES: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "sorted": (lambda x: jnp.sort(x, 0), {"all_to_all": 1}),
     "order": (lambda x: jnp.argsort(x, 0), {"all_to_all": 1}),
     "median": (lambda x: jnp.median(x, 0), {"all_to_all": 1, "all_reduce": ...}),
-    "several largest": (lambda x: lax.top_k(x.T, 2), {"all_to_all": 1}),
+    "several largest": (lambda x: lax.top_k(x.T, 2), {"all_to_all": 2, "max_bytes": 4 * ROW}),
+    "largest of a line": (lambda x: lax.top_k(x[:, 0], 3), {"all_gather": 1, "all_reduce": 1, "max_bytes": 64}),
     "spectrum": (lambda x: jnp.abs(jnp.fft.fft(x, axis=0)), {"all_to_all": 1}),
     "spectrum of both": (lambda x: jnp.abs(jnp.fft.fft2(x)), {"all_to_all": 1}),
     "real spectrum": (lambda x: jnp.abs(jnp.fft.rfft2(x)), {"all_to_all": 1}),
@@ -109,3 +110,19 @@ def test_three_dims_by_slabs_and_pencils() -> None:
     pencils = spmd.jit(jnp.fft.fftn, mesh=mesh, in_placements=P(a=S(0), b=S(1)), fallback="error").lower(cube)
     pencils.check(all_to_all=...)
     assert len(pencils.collectives) <= 4
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int32, np.uint8])
+def test_the_largest_of_pieces(dtype: Any) -> None:
+    """Ties go to the lower index, a NaN is larger or smaller than all by its sign: as on whole arrays, sizes uneven or not."""
+    for size, ranks, k in ((64, 4, 3), (17, 3, 2), (33, 5, 3), (30, 4, 3), (9, 2, 1)):
+        x = (np.arange(size) * 7 % 5 - 2).astype(dtype)
+        if np.issubdtype(dtype, np.floating) or dtype == jnp.bfloat16:
+            x[[1, 5, size - 2, size - 1]] = np.array([-np.inf, np.nan, -np.nan, np.inf]).astype(dtype)
+        mesh = Mesh(a=ranks)
+        found = spmd.jit(lambda x: lax.top_k(x, k), mesh=mesh, in_placements=ROWS)(x)  # noqa: B023
+        assert "pad" in str(spmd.jit(lambda x: lax.top_k(x, k), mesh=mesh, in_placements=ROWS).lower(x))  # noqa: B023
+        for array, expected in zip(found, lax.top_k(jnp.asarray(x), k), strict=True):
+            np.testing.assert_array_equal(
+                np.asarray(array.full()).astype(np.float64), np.asarray(expected).astype(np.float64)
+            )

@@ -6,6 +6,7 @@ result is made of, most of which it has.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -248,14 +249,28 @@ def _pad(eqn: JaxprEqn) -> Rule:
 
 
 def _concatenate(eqn: JaxprEqn) -> Rule:
-    """The windows of all operands, in order, are a rank's piece of the result."""
+    """The windows of all operands, in order, are a rank's piece of the result. `bounds` are what it takes of each operand."""
     along, after = eqn.params["dimension"], eqn.outvars[0].aval.shape
     dims = _singles(len(after))
-    sizes = [atom.aval.shape[along] for atom in eqn.invars]
-    starts = [sum(sizes[:at]) for at in range(len(sizes))]
-    windows = tuple((at, along, Reach(after[along], 1, -start, -start)) for at, start in enumerate(starts))
+    bounds = eqn.params.get("bounds") or [(0, atom.aval.shape[along]) for atom in eqn.invars]
+    ends = list(itertools.accumulate(high - low for low, high in bounds))
+    windows = tuple(
+        (at, along, Reach(after[along], 1, high - end, high - end, within=(low, high)))
+        for at, ((low, high), end) in enumerate(zip(bounds, ends, strict=True))
+    )
     passes = (Passes(ANY_OP, tuple(range(len(eqn.invars))), movement=True),)
-    return Rule((dims,) * len(eqn.invars), (dims,), after, passes=passes, windows=windows, flops=_size(eqn))
+
+    def local(call: Any, operands: list[Any]) -> list[Any]:
+        layouts = call.operand_layouts
+        parts = [
+            value if layout.dims[along] else lax.slice_in_dim(value, low, high, axis=along)
+            for value, layout, (low, high) in zip(operands, layouts, bounds, strict=True)
+        ]
+        return [lax.concatenate(parts, along)]
+
+    return Rule(
+        (dims,) * len(eqn.invars), (dims,), after, passes=passes, windows=windows, local=local, flops=_size(eqn)
+    )
 
 
 def _stack(eqn: JaxprEqn) -> Rule:

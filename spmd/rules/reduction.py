@@ -42,7 +42,7 @@ def _whole(eqn: JaxprEqn) -> Rule:
 def _top_k(eqn: JaxprEqn) -> Rule:
     """The largest of a dim, which must not be sharded."""
     shape, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    axis = eqn.params.get("axis", eqn.params.get("operand_axis", len(shape) - 1))
+    axis = eqn.params["axis"]
     dims = tuple((dim,) for dim in range(len(shape)))
     result = (*dims[:axis], (len(shape),), *dims[axis + 1 :])
     sizes = (*shape, after[axis])
