@@ -7,10 +7,11 @@ admits, on simulated ranks, against the function on whole arrays.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -59,6 +60,8 @@ def rule(
     tolerance: float = 2e-5,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a function of arrays one step of a Program, sharded as `spec` says: `"b s d, d f -> b s f"`.
+
+    It takes the operands that `spec` lists, in order or by name, and nothing else: bind other values by `functools.partial`.
 
     A name is a factor, one for each dim; `()` is a 0-d array. A factor of operands and results may be sharded, and the
     function is then called with shards; one that is in no result is reduced by `reduce` over what it is sharded over; those of
@@ -114,7 +117,9 @@ def rule(
             )
 
         @functools.wraps(function)
-        def call(*arrays: Any) -> Any:
+        def call(*arrays: Any, **named: Any) -> Any:
+            if named:
+                arrays = _in_order(f"{name}: rule({spec!r})", function, arrays, named)
             if len(arrays) != len(operands):
                 raise RuleError(f"{name}: rule({spec!r}) has {len(operands)} operands; got {len(arrays)}.")
             _sizes(f"{name}: rule({spec!r})", operands, arrays)
@@ -139,6 +144,22 @@ def rule(
         return call
 
     return decorate
+
+
+def _in_order(
+    what: str, function: Callable[..., Any], arrays: Sequence[Any], named: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """The operands of a call that names some of them."""
+    try:
+        bound = inspect.signature(function).bind(*arrays, **named)
+    except TypeError as error:
+        raise RuleError(f"{what}: {error}.") from error
+    if bound.kwargs:
+        raise RuleError(
+            f"{what}: {', '.join(bound.kwargs)} is no operand: give values that are no arrays by functools.partial, to a "
+            "function that a rule is then made of."
+        )
+    return bound.args
 
 
 def _parsed(spec: str) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:

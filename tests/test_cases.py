@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -485,3 +486,18 @@ def test_e12_functions_with_derivatives_of_their_own() -> None:
     scaled.defvjp(lambda x, by=2.0: (x * by, None), lambda _, g: (3.0 * g,))
     for function in (lambda x: clipped(x, 2.0), scaled):
         agree(function, [signed(5, 3)], [ROWS], RANKS[1:3], fallback="error")
+
+
+def test_e12_operands_by_name() -> None:
+    """A rule's function takes its operands by name too; what is no array is bound before."""
+
+    def project(x: Any, w: Any, *, power: int = 1) -> Any:
+        return (jnp.tanh(x[..., None] * w) ** power).sum(-2)
+
+    step = spmd.rule("b d, d f -> b f")(functools.partial(project, power=2))
+    x, w = signed(5, 4), signed(4, 3)
+    agree(lambda x, w: step(w=w, x=x), [x, w], [P(a=Shard(1)), P(a=Shard(0))], RANKS[1:3], fallback="error")
+    with pytest.raises(spmd.RuleError, match="power is no operand"):
+        spmd.rule("b d, d f -> b f")(project)(x, w, power=3)
+    with pytest.raises(spmd.RuleError, match="missing a required argument: 'w'"):
+        step(x, v=w)

@@ -205,6 +205,36 @@ def test_reshapes_move_what_crosses_a_boundary() -> None:
     lowered.check(exchange=1, max_bytes=128 * 256 * 4)
 
 
-def test_rows_of_pairs_by_name_b19() -> None:
-    """A halo by pad, slice and concatenate on a periodic ring, as an example of what a port of a code does."""
-    agree(halo_by_hand, [signed(8, 3)], [ROWS], SOME, compiled=True, fallback="error")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_pieces_with_room_around_them_b19(dtype: str) -> None:
+    """Four pieces of two rows, each with one row before and two after it, and back, in chains that meet."""
+    count, rows, low, high = 4, 2, 1, 2
+    padded = rows + low + high
+
+    def with_room(x: Any) -> Any:
+        return jnp.concatenate([jnp.pad(x[rows * k : rows * (k + 1)], (low, high)) for k in range(count)])
+
+    def compact(z: Any) -> Any:
+        return jnp.concatenate([z[padded * k + low : padded * k + low + rows] for k in range(count)])
+
+    def chains(x: Any, z: Any) -> Any:
+        return compact(with_room(x) * z) + compact(with_room(compact(z)))
+
+    with jax.enable_x64(dtype == "float64"):
+        args = [signed(rows * count).astype(dtype), signed(padded * count).astype(dtype)]
+        agree(chains, args, [ROWS, ROWS], fitting(Mesh(a=4), Mesh(a=3)), compiled=True, fallback="error")
+
+
+def test_rolls_of_one_element_for_each_rank() -> None:
+    """The transpose of a roll, which joins what is cut off by negative pads (jax#39301)."""
+
+    def rolled_back(x: Any) -> Any:
+        return jax.linear_transpose(lambda x: jnp.roll(x, 1) + 2 * jnp.roll(x, -2), x)(x)[0]
+
+    def joined(x: Any) -> Any:
+        first = [lax.pad(x, 0.0, [(-3, 0, 0)]), lax.pad(x, 0.0, [(0, -1, 0)])]
+        second = [lax.pad(x, 0.0, [(-1, 0, 0)]), lax.pad(x, 0.0, [(0, -3, 0)])]
+        return lax.concatenate(first, 0) + lax.concatenate(second, 0)
+
+    for function in (rolled_back, joined):
+        agree(function, [signed(4)], [ROWS], fitting(Mesh(a=4), Mesh(a=2)), compiled=True, fallback="error")
