@@ -28,10 +28,9 @@ from collectives.jax_compat import (
     shaped_like,
 )
 from spmd.rules.movement import factorize
-from spmd.trace import GlobalJaxpr
+from spmd.trace import GlobalJaxpr, sliced
 
 CONCATENATE: Final = known_primitive("concatenate")
-SLICE: Final = known_primitive("slice")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -261,11 +260,10 @@ class _Lookup:
     def _taken(self, kept: Sequence[int]) -> tuple[list[JaxprEqn], Var]:
         """The equations that take some columns of the indices, and what they make."""
         eqn, shape = self.eqn, self.indices.shape
-        start, found, eqns = (0,) * (len(shape) - 1), [], []
+        found, eqns = [], []
         for at in kept:
             found.append(Var(shaped_like(self.indices, (*shape[:-1], 1))))
-            bounds = {"start_indices": (*start, at), "limit_indices": (*shape[:-1], at + 1), "strides": None}
-            eqns.append(eqn.replace(primitive=SLICE, invars=[eqn.invars[1]], outvars=found[-1:], params=bounds))
+            eqns.append(sliced(eqn, eqn.invars[1], found[-1], len(shape) - 1, (at, at + 1)))
         if len(kept) > 1:
             joined = Var(shaped_like(self.indices, (*shape[:-1], len(kept))))
             along = {"dimension": len(shape) - 1}
@@ -313,7 +311,7 @@ class _Lookup:
         return inline_function(gather, self.eqn)
 
     def _as_update(self, place: _Place) -> list[JaxprEqn]:
-        combine = COMBINES[self.eqn.primitive.name]
+        combine = UPDATES[self.eqn.primitive.name]
         if self.table.dtype == jnp.bool_ and combine is not None:
             return []
 
@@ -366,7 +364,7 @@ SCATTER: Final = (
 )
 """Of the dimension numbers of lookups: the dims that indices look up, those of one element, and the pairs of batched dims."""
 
-COMBINES: Final[dict[str, Any]] = {
+UPDATES: Final[dict[str, Any]] = {
     "scatter": None,
     "scatter-add": lax.add,
     "scatter-max": lax.max,
@@ -376,7 +374,7 @@ COMBINES: Final[dict[str, Any]] = {
 }
 """What a scatter does with an element and its update; None: it takes the update."""
 
-LOOKUPS: Final = frozenset({"gather", *COMBINES})
+LOOKUPS: Final = frozenset({"gather", *UPDATES})
 
 
 def _combines(eqn: JaxprEqn) -> bool:

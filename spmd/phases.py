@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 totals_p: Final = Primitive("totals")
 """The totals of the pieces of a dim over the axes that shard it: the dim has one element for each piece. In plans alone."""
 
-COMBINES: Final[dict[str, tuple[str, Callable[[Any, Any], Any]]]] = {
+RUNNING: Final[dict[str, tuple[str, Callable[[Any, Any], Any]]]] = {
     "cumlogsumexp": ("max", jnp.logaddexp),
     "cummax": ("max", lax.max),
     "cummin": ("min", lax.min),
@@ -39,7 +39,7 @@ COMBINES: Final[dict[str, tuple[str, Callable[[Any, Any], Any]]]] = {
 
 def _total(name: str, value: Any, axis: int) -> Any:
     """The total along a dim, which stays with one element; of nothing it is the identity."""
-    op, combine = COMBINES[name]
+    op, combine = RUNNING[name]
     if name == "cumlogsumexp" and value.shape[axis]:
         return jax.nn.logsumexp(value, axis, keepdims=True)
     return lax.expand_dims(lax.reduce(value, identity(op, value.dtype), combine, (axis,)), (axis,))
@@ -50,13 +50,13 @@ def _cumulative(planner: Planner, eqn: JaxprEqn) -> list[PlannedEqn] | None:
     (operand,), (result,), axis, name = eqn.invars, eqn.outvars, eqn.params["axis"], eqn.primitive.name
     layout = planner.settled(operand)
     axes, shape = layout.dims[axis], operand.aval.shape
-    ordered = COMBINES[name][0] in ("max", "min") and jnp.issubdtype(operand.aval.dtype, jnp.complexfloating)
+    ordered = RUNNING[name][0] in ("max", "min") and jnp.issubdtype(operand.aval.dtype, jnp.complexfloating)
     if not axes or ordered:
         return None
     count = planner.mesh.group_size(axes)
     totals = Var(shaped_like(operand.aval, (*shape[:axis], count, *shape[axis + 1 :])))
     whole = layout.with_dim(axis, ())
-    op, combine = COMBINES[name]
+    op, combine = RUNNING[name]
     dims = tuple((dim,) for dim in range(len(shape)))
 
     def total(call: Any, operands: list[Any]) -> list[Any]:
@@ -178,7 +178,7 @@ def _least(dtype: Any) -> Any:
 PHASES: Final[dict[str, Callable[[Planner, JaxprEqn], list[PlannedEqn] | None]]] = {
     "argmax": _chosen,
     "argmin": _chosen,
-    **dict.fromkeys(COMBINES, _cumulative),
+    **dict.fromkeys(RUNNING, _cumulative),
     "fft": _fourier,
     "top_k": _largest,
 }

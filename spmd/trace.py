@@ -194,6 +194,18 @@ def drop_dead(eqns: Sequence[JaxprEqn], outputs: Sequence[Atom]) -> tuple[JaxprE
 SLICE: Final = known_primitive("slice")
 
 
+def sliced(eqn: JaxprEqn, operand: Atom, result: Var, dim: int, bounds: tuple[int, int]) -> JaxprEqn:
+    """The equation, in place of another, that cuts an operand along one dim."""
+    shape = operand.aval.shape
+    starts, limits = (0,) * len(shape), shape
+    params = {
+        "start_indices": (*starts[:dim], bounds[0], *starts[dim + 1 :]),
+        "limit_indices": (*limits[:dim], bounds[1], *limits[dim + 1 :]),
+        "strides": None,
+    }
+    return eqn.replace(primitive=SLICE, invars=[operand], outvars=[result], params=params)
+
+
 class _Flattening:
     """Inlines calls: collects equations over fresh variables, constants and hidden inputs (one per closed-over object)."""
 
@@ -245,12 +257,9 @@ class _Flattening:
             for operand, result in zip(operands, results, strict=True):
                 self.eqns.append(new_equation(eqn, eqn.primitive, [operand], [result]))
         elif eqn.primitive.name == "split":
-            axis, shape, start = eqn.params["axis"], operands[0].aval.shape, 0
+            start = 0
             for result, size in zip(results, eqn.params["sizes"], strict=True):
-                starts = tuple(start if dim == axis else 0 for dim in range(len(shape)))
-                limits = tuple(start + size if dim == axis else length for dim, length in enumerate(shape))
-                params = {"start_indices": starts, "limit_indices": limits, "strides": None}
-                self.eqns.append(eqn.replace(primitive=SLICE, invars=operands, outvars=[result], params=params))
+                self.eqns.append(sliced(eqn, operands[0], result, eqn.params["axis"], (start, start + size)))
                 start += size
         else:
             self.eqns.append(eqn.replace(invars=operands, outvars=results))

@@ -174,18 +174,14 @@ def _pad(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
 
 
 def _along(parameter: str) -> Callable[[JaxprEqn, Sequence[View | None]], Expanded | None]:
-    """Along one dim, or the dims of a tuple, which `parameter` names; operands are joined alike."""
+    """Along one dim, which `parameter` names; operands are joined alike."""
 
     def expand(eqn: JaxprEqn, views: Sequence[View | None]) -> Expanded | None:
-        stated = eqn.params[parameter]
-        dims = stated if isinstance(stated, tuple) else (stated,)
-        view = next(view for view in views if view is not None)
-        kept = _kept(view, dims, eqn.outvars[0].aval.shape)
+        dim, view = eqn.params[parameter], next(view for view in views if view is not None)
+        kept = _kept(view, [dim], eqn.outvars[0].aval.shape)
         if kept is None:
             return None
-        inner = view.dims(dims)
-        changed = {parameter: inner if isinstance(stated, tuple) else inner[0]}
-        return Expanded({**eqn.params, **changed}, kept, [view.pattern] * len(views))
+        return Expanded({**eqn.params, parameter: view.groups[dim][0]}, kept, [view.pattern] * len(views))
 
     return expand
 

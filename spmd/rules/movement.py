@@ -170,29 +170,9 @@ def _reshape(eqn: JaxprEqn) -> Rule | None:
     )
 
 
-def _cut(before: Shape, after: tuple[Shape, ...], untouched: list[bool]) -> tuple[Dims, tuple[Dims, ...], Shape, Shape]:
-    """Factors of an operand and its results: shared along untouched dims, replicated ones of their own along others."""
-    sizes = list(before)
-    replicated = [dim for dim, whole in enumerate(untouched) if not whole]
-    results = []
-    for shape in after:
-        dims = []
-        for dim, size in enumerate(shape):
-            if untouched[dim]:
-                dims.append((dim,))
-            else:
-                replicated.append(len(sizes))
-                dims.append((len(sizes),))
-                sizes.append(size)
-        results.append(tuple(dims))
-    return _singles(len(before)), tuple(results), tuple(sizes), tuple(replicated)
-
-
-def _windowed(before: Shape, result: Shape, reaches: Sequence[Reach | None]) -> tuple[Dims, Dims, tuple[Any, ...]]:
-    """The dims of operand and result, a factor each, and the windows along those that have a reach."""
-    dims = _singles(len(result))
-    windows = ((0, dim, reach) for dim, reach in enumerate(reaches) if reach is not None)
-    return _singles(len(before)), dims, tuple(windows)
+def _windows(reaches: Sequence[Reach | None]) -> tuple[tuple[int, int, Reach], ...]:
+    """The windows of operand 0 along the dims that have a reach."""
+    return tuple((0, dim, reach) for dim, reach in enumerate(reaches) if reach is not None)
 
 
 def _slice(eqn: JaxprEqn) -> Rule:
@@ -204,7 +184,7 @@ def _slice(eqn: JaxprEqn) -> Rule:
         None if each == (0, size, 1) else Reach(to, each[2], each[0], each[0])
         for each, size, to in zip(bounds, shape, after, strict=True)
     ]
-    before, dims, windows = _windowed(shape, after, reaches)
+    dims, windows = _singles(len(shape)), _windows(reaches)
 
     def local(call: Any, operands: list[Any]) -> list[Any]:
         here = operands[0].shape
@@ -214,7 +194,7 @@ def _slice(eqn: JaxprEqn) -> Rule:
         limits = [size if shard or reach is None else each[1] for each, size, shard, reach in whole]
         return [lax.slice(operands[0], starts, limits, strides)]
 
-    return Rule((before,), (dims,), after, passes=MOVES, windows=windows, local=local, flops=_size(eqn))
+    return Rule((dims,), (dims,), after, passes=MOVES, windows=windows, local=local, flops=_size(eqn))
 
 
 def _pad(eqn: JaxprEqn) -> Rule:
@@ -224,7 +204,7 @@ def _pad(eqn: JaxprEqn) -> Rule:
         None if each == (0, 0, 0) else Reach(to, 1, each[2] - each[0], -each[0], each[2] + 1)
         for each, to in zip(config, after, strict=True)
     ]
-    before, dims, windows = _windowed(shape, after, reaches)
+    dims, windows = _singles(len(shape)), _windows(reaches)
     fill = eqn.invars[1]
     zero = isinstance(fill, Literal) and np.asarray(fill.val).dtype != np.bool_ and not np.any(np.asarray(fill.val))
     passes = (Passes(LINEAR, (0,), movement=True),) if zero else ()
@@ -245,7 +225,7 @@ def _pad(eqn: JaxprEqn) -> Rule:
             return [lax.broadcast(filling, call.result_shapes[0])]
         return [jax_compat.dynamic_update_slice(lax.broadcast(filling, call.result_shapes[0]), value, starts)]
 
-    return Rule((before, ()), (dims,), after, passes=passes, windows=windows, local=local, flops=_size(eqn))
+    return Rule((dims, ()), (dims,), after, passes=passes, windows=windows, local=local, flops=_size(eqn))
 
 
 def _concatenate(eqn: JaxprEqn) -> Rule:
@@ -290,12 +270,16 @@ def _unstack(eqn: JaxprEqn) -> Rule:
 
 
 def _tile(eqn: JaxprEqn) -> Rule | None:
-    shape, repetitions = eqn.invars[0].aval.shape, eqn.params["reps"]
+    """Dims that are repeated stay whole, before and after."""
+    shape, after, repetitions = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, eqn.params["reps"]
     if len(repetitions) != len(shape):
         return None
-    untouched = [count == 1 for count in repetitions]
-    operand, results, sizes, replicated = _cut(shape, (eqn.outvars[0].aval.shape,), untouched)
-    return Rule((operand,), results, sizes, replicated=replicated, passes=MOVES, flops=_size(eqn))
+    repeated = tuple(dim for dim, count in enumerate(repetitions) if count != 1)
+    new = {dim: len(shape) + at for at, dim in enumerate(repeated)}
+    result = tuple((new.get(dim, dim),) for dim in range(len(shape)))
+    sizes = (*shape, *(after[dim] for dim in repeated))
+    replicated = (*repeated, *new.values())
+    return Rule((_singles(len(shape)),), (result,), sizes, replicated=replicated, passes=MOVES, flops=_size(eqn))
 
 
 def _reverse(eqn: JaxprEqn) -> Rule:
