@@ -6,7 +6,7 @@ The other modules import from here, so that a new JAX version is one file's work
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -54,6 +54,14 @@ INLINED: Final = {
     "checkpoint": "jaxpr",
 }
 """Call primitives whose bodies are planned in place: name to the parameter that holds the body."""
+
+
+def solver_body(eqn: JaxprEqn, operands: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """What a `custom_linear_solve` computes once differentiation is over: the jaxpr of the solver, and its operands."""
+    counts = eqn.params["const_lengths"]
+    before = counts.matvec + counts.vecmat
+    every = before + counts.solve + counts.transpose_solve
+    return eqn.params["jaxprs"].solve, [*operands[before : before + counts.solve], *operands[every:]]
 
 
 def primitive(name: str) -> Primitive | None:

@@ -42,6 +42,7 @@ from collectives.jax_compat import (
     new_equation,
     raw_bytes,
     scan_counts,
+    solver_body,
     source_of,
     without_dead_code,
 )
@@ -191,6 +192,9 @@ def drop_dead(eqns: Sequence[JaxprEqn], outputs: Sequence[Atom]) -> tuple[JaxprE
     return tuple(kept[::-1])
 
 
+SAME: Final = ("device_put", "stop_gradient")
+"""What gives its operands: differentiation is over, and the devices of a lowered program are the process's own."""
+
 SLICE: Final = known_primitive("slice")
 
 
@@ -230,11 +234,13 @@ class _Flattening:
 
         for eqn in opened.eqns:
             operands = [read(atom) for atom in eqn.invars]
-            if eqn.primitive is lift_p or eqn.primitive.name == "stop_gradient":
-                results: list[Atom] = operands  # differentiation is over: the same value
+            if eqn.primitive is lift_p or eqn.primitive.name in SAME:
+                results: list[Atom] = operands
             elif eqn.primitive.name in INLINED and INLINED[eqn.primitive.name] in eqn.params:
                 body = eqn.params[INLINED[eqn.primitive.name]]
                 results = self.inline(body, self.guard(eqn, operands), (eqn, *callers))
+            elif eqn.primitive.name == "custom_linear_solve":
+                results = self.inline(*solver_body(eqn, operands), (eqn, *callers))
             elif eqn.primitive.name in NESTED and not eqn.effects:
                 results = [Var(var.aval) for var in eqn.outvars]
                 self.eqns.append(NESTED[eqn.primitive.name](self, eqn, operands).replace(outvars=results))

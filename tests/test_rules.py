@@ -194,7 +194,6 @@ EXTRA: dict[str, Case] = {
     "broadcast_int": (lambda x: jnp.broadcast_to(x, (2, 5, 3)), (I,)),
     "concatenate": (lambda x, y: lax.concatenate([x, y], 1), (X, Y[:, :2])),
     "concatenate_int": (lambda x, y: lax.concatenate([x, y], 0), (I, J)),
-    "device_put": (jax.device_put, (X,)),
     "iota": (lambda: lax.broadcasted_iota(jnp.int32, (5, 3), 0), ()),
     "iota_float": (lambda: lax.broadcasted_iota(jnp.float32, (5, 3), 1), ()),
     "barrier": (lax.optimization_barrier, (X,)),

@@ -49,7 +49,8 @@ _EFFECT: Final = "an effect, or a reference: refused, with the reason"
 
 OTHERWISE: Final[dict[str, str]] = {
     **dict.fromkeys((
-        "call", "closed_call", "cond", "custom_jvp_call", "custom_vjp_call", "eval_jaxpr", "jit", "remat2", "scan", "while",
+        "call", "closed_call", "cond", "custom_jvp_call", "custom_linear_solve", "custom_vjp_call", "eval_jaxpr", "jit",
+        "remat2", "scan", "while",
     ), _BODIES),
     **dict.fromkeys((
         "all_gather", "all_to_all", "axis_index", "pmax", "pmin", "ppermute", "psum", "ragged_all_to_all",
@@ -58,6 +59,7 @@ OTHERWISE: Final[dict[str, str]] = {
     **dict.fromkeys(("after_all", "create_token", "dce_sink", "get", "swap"), _EFFECT),
     "custom_lin": "inside JAX's transformations alone",
     "stage": "inside JAX's transformations alone",
+    "device_put": "gone when traced: devices are the process's own",
     "stop_gradient": "gone when traced: differentiation is over",
     "split": "becomes slices when traced",
 }  # fmt: skip
@@ -66,7 +68,6 @@ OTHERWISE: Final[dict[str, str]] = {
 REPLICATED: Final[dict[str, str]] = {
     "approx_top_k": "its result depends on the platform",
     "cholesky_update": "one matrix",
-    "custom_linear_solve": "its bodies are not planned yet",
     "empty2": "uninitialised memory",
     "polynomial": "coefficients and values in one operand",
     "random_gamma": "a loop for each element, of unknown length",

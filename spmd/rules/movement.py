@@ -313,15 +313,6 @@ def _bitcast(eqn: JaxprEqn) -> Rule:
     return Rule((dims[0],), (dims[1],), sizes, replicated=whole, flops=_size(eqn))
 
 
-def _device_put(eqn: JaxprEqn) -> Rule | None:
-    """A copy; in a lowered program memory kinds and devices are the process's own."""
-    if len(eqn.invars) != 1:
-        return None
-    shape = eqn.invars[0].aval.shape
-    dims = _singles(len(shape))
-    return Rule((dims,), (dims,), shape, passes=MOVES, local=lambda call, operands: operands, flops=0.0)
-
-
 def _barrier(eqn: JaxprEqn) -> Rule | None:
     if len(eqn.invars) != 1:
         return None
@@ -334,7 +325,6 @@ TABLE: Final[dict[str, Callable[[JaxprEqn], Rule | None]]] = {
     "bitcast_convert_type": _bitcast,
     "broadcast_in_dim": _broadcast_in_dim,
     "concatenate": _concatenate,
-    "device_put": _device_put,
     "iota": _iota,
     "optimization_barrier": _barrier,
     "pad": _pad,
