@@ -5,22 +5,25 @@ of these, and so on until it is stable; and parts where the body only adds parts
 loop in place of one in every iteration. The cheapest candidate wins: what it costs to enter, every iteration, and to reduce
 what is left in parts.
 
-A scanned dim is whole on every rank: what shards it goes to the next dim, or is gathered. What a body would gather of a value
-that does not change is gathered once, before. A predicate that decides on collectives is made common: ranks that decided
-otherwise would wait for one another.
+Iterations that need nothing of one another, but for sums, are apart: along a sharded scanned dim each rank has those of its
+own rows, and a sum over all of them is in parts afterwards. Otherwise a scanned dim is whole on every rank: what shards it goes
+to the next dim, or is gathered. What a body would gather of a value that does not change is gathered once, before. A predicate
+that decides on collectives is made common: ranks that decided otherwise would wait for one another.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from collectives.jax_compat import Atom, JaxprEqn
+from collectives.jax_compat import Atom, JaxprEqn, Literal
 from placements import Layout, Step
 from spmd.plan import Move, Plan, PlannedEqn
-from spmd.trace import nbytes
+from spmd.trace import GlobalJaxpr, nbytes
 
 if TYPE_CHECKING:
     from spmd.propagate import Planner
@@ -38,21 +41,32 @@ ACCUMULATES: Final = {"add": "sum", "add_any": "sum", "add_jaxvals": "sum", "sub
 
 
 class _Loop:
-    """A loop under planning: `plan(constants, carry, results)` plans its body; other results than carries may follow."""
+    """A loop under planning: `plan(carry, results)` plans its body; other results than carries may follow.
+
+    Over the axes `apart` every rank has iterations of its own, `count` at most.
+    """
 
     def __init__(
-        self, planner: Planner, eqn: JaxprEqn, init: Sequence[Atom], count: int, body: Any, first: int
+        self,
+        planner: Planner,
+        eqn: JaxprEqn,
+        init: Sequence[Atom],
+        count: int,
+        body: GlobalJaxpr,
+        first: int,
+        apart: tuple[str, ...] = (),
     ) -> None:
         self.planner, self.eqn, self.init, self.count, self.body, self.first = planner, eqn, init, count, body, first
+        self.apart, self.sums = apart, [_sum_of(body, first + index, index) for index in range(len(init))]
 
     def choose(self, plan: Callable[..., Plan]) -> Layouts:
-        """The layouts of the carries."""
+        """The layouts of the carries in the body."""
         found = dict.fromkeys(self.candidates(plan))
         return min(found, key=lambda carry: round(self.cost_us(carry, plan(carry, carry)), 6))
 
     def candidates(self, plan: Callable[..., Plan]) -> Iterator[Layouts]:
         """What the carries might be, the initial values first."""
-        carry = tuple(self.planner.settled(atom) for atom in self.init)
+        carry = tuple(_without(self.planner.settled(atom), self.apart) for atom in self.init)
         for _ in range(STEPS):
             yield carry
             body = plan(carry, None)
@@ -67,39 +81,85 @@ class _Loop:
 
     def accumulated(self, body: Plan, index: int) -> Layout | None:
         """The layout in parts of what the body adds to a carry and does nothing else with, if that is so."""
-        carry = self.body.inputs[self.first + index]
-        if sum(atom is carry for eqn in self.body.eqns for atom in eqn.invars) != 1:
+        found = self.sums[index]
+        if found is None or not found.added:
             return None
-        makers = {id(var): planned for planned in body.eqns for var in planned.eqn.outvars}
-        led = _led_from(carry, self.body.eqns)
-        atom, added = self.body.outputs[index], []
-        while atom is not carry:
-            maker = makers.get(id(atom))
-            if maker is not None and maker.eqn.primitive.name == "convert_element_type":
-                atom = maker.eqn.invars[0]
-                continue
-            name = maker.eqn.primitive.name if maker is not None else ""
-            if maker is None or name not in ACCUMULATES:
-                return None
-            left, right = maker.eqn.invars
-            other, atom = (right, left) if id(left) in led else (left, right)
-            producer = makers.get(id(other))
-            if producer is None or (name == "sub" and other is left):
-                return None
-            layout = next(r for v, r in zip(producer.eqn.outvars, producer.results, strict=True) if v is other)
-            if {"sum" if op == "mean" else op for _, op in layout.partial} != {ACCUMULATES[name]}:
-                return None
-            added.append(layout)
-        return added[0] if added and len(set(added)) == 1 else None
+        made = {
+            id(var): layout for each in body.eqns for var, layout in zip(each.eqn.outvars, each.results, strict=True)
+        }
+        layouts = {made.get(id(atom)) for atom in found.added}
+        layout = layouts.pop()
+        if layouts or layout is None or {"sum" if op == "mean" else op for _, op in layout.partial} != {found.op}:
+            return None
+        return layout
+
+    def around(self, carry: Layouts) -> Layouts:
+        """The layouts of the carries around the loop: sums of iterations that are apart are in parts."""
+        if not self.apart:
+            return carry
+        found = []
+        for layout, each in zip(carry, self.sums, strict=True):
+            assert each is not None
+            parts = [(axis, each.op) for axis in self.apart] if each.added else []
+            found.append(layout.with_partial((*layout.partial, *parts)))
+        return tuple(found)
+
+    def can_be_apart(self) -> bool:
+        """Whether iterations need nothing of one another but sums, which only leave the loop."""
+        return all(found is not None and found.is_alone for found in self.sums)
 
     def cost_us(self, carry: Layouts, body: Plan) -> float:
         """Entering, iterating, and reducing what is left in parts."""
         planner = self.planner
         total = self.count * body.total_us()
-        for atom, var, layout in zip(self.init, self.eqn.outvars, carry, strict=False):
+        for atom, var, layout in zip(self.init, self.eqn.outvars, self.around(carry), strict=False):
             total += planner.cheapest_us(atom, layout)
             total += planner.reduction_us(var, layout, planner.axes)
         return total
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """What a body does to a carry if it does nothing else with it: it accumulates `added` by `op`, or nothing. `is_alone`: the
+    values on the way are used nowhere else."""
+
+    op: str
+    added: tuple[Atom, ...]
+    is_alone: bool
+
+
+def _sum_of(body: GlobalJaxpr, input_index: int, output_index: int) -> _Sum | None:
+    """The sum that a carry is, by what leads from the output back to the input; None if anything else happens to it."""
+    carry, atom = body.inputs[input_index], body.outputs[output_index]
+    counts = collections.Counter(id(atom) for eqn in body.eqns for atom in eqn.invars)
+    counts.update(id(atom) for atom in body.outputs)
+    if atom is carry:
+        return _Sum("", (), True)
+    if sum(each is carry for eqn in body.eqns for each in eqn.invars) != 1:
+        return None
+    makers = {id(var): eqn for eqn in body.eqns for var in eqn.outvars}
+    led = _led_from(carry, body.eqns)
+    added: list[Atom] = []
+    ops: set[str] = set()
+    is_alone = counts[id(carry)] == 1
+    while atom is not carry:
+        is_alone = is_alone and counts[id(atom)] == 1
+        maker = makers.get(id(atom))
+        if maker is None:
+            return None
+        if maker.primitive.name == "convert_element_type":
+            atom = maker.invars[0]
+            continue
+        name = maker.primitive.name
+        if name not in ACCUMULATES:
+            return None
+        left, right = maker.invars
+        other, atom = (right, left) if id(left) in led else (left, right)
+        if isinstance(other, Literal) or id(other) in led or (name == "sub" and other is left):
+            return None
+        added.append(other)
+        ops.add(ACCUMULATES[name])
+    return _Sum(ops.pop(), tuple(added), is_alone) if len(ops) == 1 else None
 
 
 def _led_from(carry: Atom, eqns: Sequence[JaxprEqn]) -> set[int]:
@@ -162,7 +222,7 @@ def _plan_scan(planner: Planner, eqn: JaxprEqn) -> PlannedEqn:
     def plan(xs: Layouts, constants: Layouts, carry: Layouts, targets: Layouts | None) -> Plan:
         rows = [Layout(planner.mesh, layout.dims[1:]) for layout in xs]
         made = [*(targets or (None,) * n_carry), *(None for _ in wishes)]
-        inputs, split = [*constants, *carry, *rows], _split(of_body, constants)
+        inputs, split = [*constants, *carry, *rows], () if _apart(xs) else _split(of_body, constants)
         found = planner.body(body, inputs, made, split)
         departures = zip(found.departures[n_carry:], body.outputs[n_carry:], wishes, strict=True)
         scattered = [_scattered(planner, layout, atom, wish) for layout, atom, wish in departures]
@@ -170,20 +230,57 @@ def _plan_scan(planner: Planner, eqn: JaxprEqn) -> PlannedEqn:
             found = planner.body(body, inputs, [*made[:n_carry], *scattered], split)
         return found
 
-    loop = _Loop(planner, eqn, init, length, body, n_consts)
-    options: list[tuple[float, int, Layouts, Layouts]] = []
-    for xs in dict.fromkeys((tuple(map(_unscanned, arrived)), tuple(layout.with_dim(0, ()) for layout in arrived))):
-        carry = loop.choose(functools.partial(plan, xs, of_body))
-        found = plan(xs, of_body, carry, carry)
-        moved = sum(map(planner.cheapest_us, eqn.invars[n_consts + n_carry :], xs))
-        options.append((round(moved + loop.cost_us(carry, found), 6), len(options), xs, carry))
-    _, _, xs, carry = min(options)
-    constants = _hoisted(plan(xs, of_body, carry, carry), of_body)
-    chosen = plan(xs, constants, carry, carry)
+    @functools.cache
+    def looped(apart: tuple[str, ...]) -> _Loop:
+        return _Loop(planner, eqn, init, -(-length // planner.mesh.group_size(apart)), body, n_consts, apart)
+
+    options: list[tuple[float, int, Layouts, Layouts, Layouts]] = []
+    scanned = [tuple(map(_unscanned, arrived)), tuple(layout.with_dim(0, ()) for layout in arrived)]
+    if looped(()).can_be_apart():
+        shards = dict.fromkeys(layout.dims[0] for layout in (*arrived, *filter(None, wishes)) if layout.dims[0])
+        scanned += [tuple(_without(layout, axes).with_dim(0, axes) for layout in arrived) for axes in shards]
+    for xs in dict.fromkeys(scanned):
+        apart = _apart(xs)
+        loop, constants = looped(apart), tuple(_without(layout, apart) for layout in of_body)
+        carry = loop.choose(functools.partial(plan, xs, constants))
+        found = plan(xs, constants, carry, carry)
+        if _can_run_apart(found, apart, length):
+            moved = sum(
+                map(planner.cheapest_us, (*eqn.invars[:n_consts], *eqn.invars[n_consts + n_carry :]), (*constants, *xs))
+            )
+            options.append((round(moved + loop.cost_us(carry, found), 6), len(options), xs, constants, carry))
+    _, _, xs, constants, carry = min(options)
+    constants = _hoisted(plan(xs, constants, carry, carry), constants)
+    chosen, loop = plan(xs, constants, carry, carry), looped(_apart(xs))
     stacked = tuple(
-        Layout(planner.mesh, ((), *layout.dims)).with_partial(layout.partial) for layout in chosen.departures[n_carry:]
+        Layout(planner.mesh, (loop.apart, *layout.dims)).with_partial(layout.partial)
+        for layout in chosen.departures[n_carry:]
     )
-    return _finish(planner, eqn, (*constants, *carry, *xs), (*carry, *stacked), [chosen], length)
+    around = loop.around(carry)
+    return _finish(planner, eqn, (*constants, *around, *xs), (*around, *stacked), [chosen], loop.count)
+
+
+def _apart(xs: Layouts) -> tuple[str, ...]:
+    """The axes that shard the scanned dim."""
+    return xs[0].dims[0] if xs else ()
+
+
+def _without(layout: Layout, axes: Sequence[str]) -> Layout:
+    """A layout replicated over `axes`."""
+    return layout.restrict(axis for axis in layout.mesh.axis_names if axis not in axes) if axes else layout
+
+
+def _can_run_apart(body: Plan, axes: tuple[str, ...], length: int) -> bool:
+    """Whether ranks along `axes` may run iterations of their own: a body neither depends on where a rank is along them nor
+    communicates over them, and over others only if all ranks have as many iterations."""
+    if not axes:
+        return True
+    moves = [each.move for each in body.moves()]
+    layouts = (layout for plan in body.flat() for each in plan.eqns for layout in (*each.operands, *each.results))
+    used = {axis for layout in (*layouts, *(move.target for move in moves)) for axis in layout.axes}
+    used.update(axis for move in moves for step in move.steps for axis in step.axes)
+    is_even = length % body.mesh.group_size(axes) == 0
+    return used.isdisjoint(axes) and (is_even or not any(move.communicates for move in moves))
 
 
 def _scattered(planner: Planner, layout: Layout, atom: Atom, wish: Layout | None) -> Layout | None:

@@ -177,8 +177,9 @@ def _scan(planned: PlannedEqn, operands: list[Any], place: Place) -> list[Any]:
         made = evaluate(body, place, [*constants, *carry, *rows])
         return _typed(made[:n_carry], planned.eqn.outvars), made[n_carry:]
 
+    length = len(xs[0]) if xs else params["length"]  # the iterations of this rank, where they are apart
     options = {key: params[key] for key in ("reverse", "unroll", "_split_transpose") if key in params}
-    carry, stacked = lax.scan(step, _typed(init, planned.eqn.outvars), xs, length=params["length"], **options)
+    carry, stacked = lax.scan(step, _typed(init, planned.eqn.outvars), xs, length=length, **options)
     return [*carry, *stacked]
 
 

@@ -443,3 +443,60 @@ def test_batches_indexed_in_a_loop() -> None:
         program.check(all_gather=gathers, all_reduce=1)
         assert {c.count for c in program.collectives} == {1}
         agree(f, [signed(4, 3), signed(3, 5, 4)], [WHOLE, COLUMNS], FEW, gradient=False)
+
+
+def newton(row: Any, goal: Any) -> Any:
+    """A loop of an unknown number of iterations for each row."""
+    return lax.while_loop(lambda y: jnp.abs(y**2 - row).max() > 1e-3, lambda y: 0.5 * (y + row / y), goal)
+
+
+APART: dict[str, tuple[Callable[..., Any], dict[str, int]]] = {
+    "rows": (lambda x, w: lax.map(lambda r: jnp.sin(r @ w), x), {}),
+    "in batches": (lambda x, w: lax.map(lambda r: jnp.sin(r @ w), x, batch_size=16), {}),
+    "of several": (lambda x, w: lax.scan(lambda _, a: (None, (a[0] @ a[1], a[0].sum())), None, (x, x))[1], {}),
+    "until each is there": (lambda x, w: lax.map(lambda r: newton(r**2 + 1, w[0] ** 2 + 1), x), {}),
+    "summed": (lambda x, w: lax.scan(lambda c, r: (c + jnp.cos(r @ w), r.max()), w[0], x), {"all_reduce": 1}),
+    "subtracted, backward": (lambda x, w: lax.scan(lambda c, r: (c - r, r * 2), w[1], x, reverse=True), {"all_reduce": 1}),
+    "largest": (
+        lambda x, w: lax.scan(lambda c, r: (jnp.maximum(c, (r @ w).max()), None), -jnp.inf, x)[0],
+        {"all_reduce": 1},
+    ),
+}  # fmt: skip
+TOGETHER: dict[str, Callable[..., Any]] = {
+    "running": lambda x, w: lax.scan(lambda c, r: (c + r, c), w[0], x),
+    "running, after": lambda x, w: lax.scan(lambda c, r: (c + r, c + r), w[0], x),
+    "used": lambda x, w: lax.scan(lambda c, r: (c + r * jnp.tanh(c.sum()), None), w[0], x),
+    "subtracted from": lambda x, w: lax.scan(lambda c, r: (r - c, r * 2), w[0], x),
+    "replaced": lambda x, w: lax.scan(lambda c, r: (r, c), w[0], x),
+    "doubled": lambda x, w: lax.scan(lambda c, r: (c + c + r, None), w[0], x)[0],
+}
+
+
+@pytest.mark.parametrize("name", sorted(APART))
+def test_iterations_that_are_apart(name: str) -> None:
+    """A map over a sharded dim: each rank its own rows, whatever their number; sums are reduced after the loop, once."""
+    function, counts = APART[name]
+    wide = jax.ShapeDtypeStruct((64, 8), np.float32), jax.ShapeDtypeStruct((8, 8), np.float32)
+    program = spmd.jit(function, mesh=FOUR, in_placements=(P(a=Shard(0)), P())).lower(*wide)
+    program.check(**counts)
+    args, differentiable = [signed(7, 8), signed(8, 8)], name not in ("largest", "until each is there")
+    for mesh, placements in (
+        (FEW[-1], (P(a=Shard(0)), P())),
+        (Mesh(a=10, backend="simulated"), (P(a=Shard(0)), P(a=Shard(1)))),
+        (GRIDS[0], (P(b=Shard(0), a=Shard(0)), P(b=Shard(0)))),
+        (GRIDS[0], (P(a=Shard(0), b=Shard(1)), P(b=Shard(0)))),
+    ):
+        agree(function, args, placements, [fit(mesh)], compiled=True, gradient=differentiable)
+    if differentiable and not counts:
+        backward = jax.grad(lambda x, w: sum(jnp.sum(y**2) for y in jax.tree.leaves(function(x, w))), (0, 1))
+        lowered = spmd.jit(
+            backward, mesh=FOUR, in_placements=(P(a=Shard(0)), P()), out_placements=(P(a=Shard(0)), P())
+        ).lower(*wide)
+        lowered.check(all_reduce=0 if name == "of several" else 1)
+
+
+@pytest.mark.parametrize("name", sorted(TOGETHER))
+def test_iterations_that_need_one_another(name: str) -> None:
+    """What is summed and looked at in between is no sum of ranks."""
+    for mesh, placements in ((FEW[-1], (P(a=Shard(0)), P())), (GRIDS[0], (P(b=Shard(0), a=Shard(0)), P(b=Shard(0))))):
+        agree(TOGETHER[name], [signed(7, 8), signed(8, 8)], placements, [fit(mesh)], compiled=True)
