@@ -1,7 +1,9 @@
 """The errors of `collectives`: every one is a `CollectiveError`, and the builtin that a caller would expect."""
 
+from placements.errors import SpmdError
 
-class CollectiveError(Exception):
+
+class CollectiveError(SpmdError):
     """The base class of every error raised by `collectives`."""
 
 

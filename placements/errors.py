@@ -5,7 +5,11 @@ A message has four parts: the operation, the values, the rule that was broken, a
 """
 
 
-class PlacementError(Exception):
+class SpmdError(Exception):
+    """The base class of every error of the three packages, known to users as `spmd.SpmdError`."""
+
+
+class PlacementError(SpmdError):
     """The base class of every error raised by `placements`."""
 
 

@@ -309,8 +309,8 @@ class SpmdFunction:
             return
         listed = "\n".join(f"  {fallback}" for fallback in program.fallbacks)
         message = (
-            f"{self.signature.name}: operations without a rule run on replicated operands:\n{listed}\n"
-            'Silence this with spmd.jit(..., fallback="allow").'
+            f"{self.signature.name}: operations without a rule need whole operands on every rank:\n{listed}\n"
+            'Allow this with spmd.jit(..., fallback="allow"), or give a rule: spmd.rule, spmd.register_rule.'
         )
         if self.options.fallback == "error":
             raise FallbackError(message)

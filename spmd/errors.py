@@ -1,8 +1,6 @@
 """The errors and warnings of `spmd`: every error is a `SpmdError`, and the builtin that a caller would expect."""
 
-
-class SpmdError(Exception):
-    """The base class of every error raised by `spmd`."""
+from placements.errors import SpmdError
 
 
 class ArgumentError(SpmdError, ValueError):

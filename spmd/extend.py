@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -21,7 +22,7 @@ from collectives.jax_compat import JaxprEqn, Primitive, function_primitive
 from collectives.simulated import identity
 from placements.placement import REDUCTIONS
 from spmd.errors import RuleError
-from spmd.factors import LINEAR, Passes, Rule
+from spmd.factors import LINEAR, Passes, Rule, check_shape
 from spmd.rules import OTHERWISE, REGISTERED, RULES, Maker
 from spmd.testing import check_rule
 
@@ -47,15 +48,36 @@ def register_rule(primitive: Primitive, maker: Maker, *, replace: bool = False) 
         raise RuleError(f"register_rule: {primitive.name} takes no rule: {OTHERWISE[primitive.name]}.")
     if (primitive in RULES or primitive in REGISTERED) and not replace:
         raise RuleError(f"register_rule: {primitive.name} has a rule; replace=True takes its place.")
-    REGISTERED[primitive] = maker
+    REGISTERED[primitive] = _checked(maker)
+
+
+def _checked(maker: Maker) -> Maker:
+    """A maker whose rules fit the equations, or are a `RuleError`."""
+
+    def checked(eqn: JaxprEqn) -> Rule | None:
+        found = maker(eqn)
+        if found is None:
+            return None
+        if not isinstance(found, Rule):
+            raise RuleError(f"{eqn.primitive}: its rule is a spmd.factors.Rule, or None; the maker returned {found!r}.")
+        try:
+            check_shape(found, eqn)
+        except (TypeError, IndexError) as error:
+            raise RuleError(
+                f"{eqn.primitive}: {found!r}: a rule has, for every operand and every result, a tuple of its dims, and for "
+                f"each dim a tuple of factors, which are indices into `sizes`: {type(error).__name__}: {error}."
+            ) from error
+        return found
+
+    return checked
 
 
 def rule(
     spec: str,
     *,
     reduce: str = "sum",
-    replicated: Sequence[str] = (),
-    linear: Sequence[int] = (),
+    replicated: str | Sequence[str] = (),
+    linear: int | Sequence[int] = (),
     example: Sequence[Any] | None = None,
     tolerance: float = 2e-5,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -78,7 +100,11 @@ def rule(
     >>> project(jnp.ones((2, 3)), jnp.ones((3, 1))).shape
     (2, 1)
     """
+    if not isinstance(spec, str):
+        raise RuleError(f'rule takes what is sharded, as in @spmd.rule("b s d, d f -> b s f"); got {spec!r}.')
     operands, results = _parsed(spec)
+    replicated = replicated.split() if isinstance(replicated, str) else replicated
+    linear = (linear,) if isinstance(linear, int) else linear
     names = list(dict.fromkeys(itertools.chain(*operands, *results)))
     if reduce not in REDUCTIONS:
         raise RuleError(f"rule({spec!r}): reduce is one of {', '.join(REDUCTIONS)}; got {reduce!r}.")
@@ -92,11 +118,12 @@ def rule(
     whole = {*replicated, *(produced - given)}
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        name = getattr(function, "__name__", "function")
+        name = getattr(function, "__name__", getattr(getattr(function, "func", None), "__name__", "function"))
         primitive = function_primitive(name, function)
 
         def maker(eqn: JaxprEqn) -> Rule:
-            sizes = _sizes(f"{name}: rule({spec!r})", (*operands, *results), [*eqn.invars, *eqn.outvars])
+            atoms = [*eqn.invars, *eqn.outvars]
+            sizes = _sizes(f"{name}: rule({spec!r})", (*operands, *results), atoms, len(operands))
 
             def local(call: Any, values: list[Any]) -> list[Any]:
                 shapes = [*(np.shape(value) for value in values), *call.result_shapes]
@@ -121,13 +148,17 @@ def rule(
             if named:
                 arrays = _in_order(f"{name}: rule({spec!r})", function, arrays, named)
             if len(arrays) != len(operands):
-                raise RuleError(f"{name}: rule({spec!r}) has {len(operands)} operands; got {len(arrays)}.")
-            _sizes(f"{name}: rule({spec!r})", operands, arrays)
+                raise RuleError(
+                    f"{name}: rule({spec!r}) has {len(operands)} operands; got {len(arrays)}. Give other values before the "
+                    f"rule is made: spmd.rule({spec!r})(functools.partial({name}, ...))."
+                )
+            arrays = tuple(value if hasattr(value, "shape") else jnp.asarray(value) for value in arrays)
+            _sizes(f"{name}: rule({spec!r})", (*operands, *results), arrays, len(operands))
             found = primitive.bind(*arrays)
             return found[0] if len(results) == 1 else tuple(found)
 
         REGISTERED[primitive] = maker
-        arrays = example if example is not None else _example(operands, names)
+        arrays = _example(operands, names) if example is None else [example] if hasattr(example, "shape") else example
         try:
             if not sum(check_rule(call, *arrays, tolerance=tolerance).values()):
                 raise RuleError(f"{name}: rule({spec!r}): nothing may be sharded, and no parts pass.")
@@ -136,10 +167,13 @@ def rule(
             raise
         except Exception as error:
             del REGISTERED[primitive]
-            shapes = ", ".join(str(np.shape(array)) for array in arrays)
+            pairs = zip(operands, arrays, strict=False)
+            shapes = ", ".join(f"{' '.join(factors) or '()'} of shape {np.shape(array)}" for factors, array in pairs)
+            created = sorted((produced - given) - set(replicated))
+            only = f" In results alone: {', '.join(created)}." if created else ""
             raise RuleError(
-                f"{name}: rule({spec!r}): on arrays of shapes {shapes}: {type(error).__name__}: {error}. The rule is tried "
-                "when it is made; give arrays that the function takes as `example`."
+                f"{name}: rule({spec!r}): on {shapes}: {type(error).__name__}: {str(error).rstrip('.')}. The rule is tried "
+                f"when it is made; give arrays that the function takes as `example`.{only}"
             ) from error
         return call
 
@@ -151,7 +185,7 @@ def _in_order(
 ) -> tuple[Any, ...]:
     """The operands of a call that names some of them."""
     try:
-        bound = inspect.signature(function).bind(*arrays, **named)
+        bound = inspect.signature(function, follow_wrapped=False).bind(*arrays, **named)
     except TypeError as error:
         raise RuleError(f"{what}: {error}.") from error
     if bound.kwargs:
@@ -181,18 +215,19 @@ def _parsed(spec: str) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ..
     return found[0], found[1]
 
 
-def _sizes(what: str, dims: Sequence[Sequence[str]], arrays: Sequence[Any]) -> dict[str, int]:
-    """The size of every factor."""
+def _sizes(what: str, dims: Sequence[Sequence[str]], arrays: Sequence[Any], operands: int) -> dict[str, int]:
+    """The size of every factor, from the operands, or from operands and results."""
     sizes: dict[str, int] = {}
-    if len(dims) != len(arrays):
-        raise RuleError(f"{what}: the function gives {len(arrays)} arrays in all, with its operands, not {len(dims)}.")
-    for index, (factors, array) in enumerate(zip(dims, arrays, strict=True)):
-        shape = tuple(getattr(array, "aval", array).shape)
+    if len(arrays) not in (operands, len(dims)):
+        raise RuleError(f"{what}: the function gives {len(arrays) - operands} results, not {len(dims) - operands}.")
+    for index, (factors, array) in enumerate(zip(dims, arrays, strict=False)):
+        name = f"operand {index}" if index < operands else f"result {index - operands}"
+        shape = tuple(np.shape(getattr(array, "aval", array)))
         if len(shape) != len(factors):
-            raise RuleError(f"{what}: array {index} has shape {shape}, not the dims {' '.join(factors) or '()'}.")
+            raise RuleError(f"{what}: {name} has shape {shape}, not the dims {' '.join(factors) or '()'}.")
         for factor, size in zip(factors, shape, strict=True):
             if sizes.setdefault(factor, size) != size:
-                raise RuleError(f"{what}: {factor} is {sizes[factor]} and, in array {index}, {size}.")
+                raise RuleError(f"{what}: {factor} is {sizes[factor]} and, in {name}, {size}.")
     return sizes
 
 

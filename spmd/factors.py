@@ -148,7 +148,7 @@ def _layout(
 ) -> Layout:
     axes = dict(assignment.factors)
     sharded = tuple(tuple(axis for factor in factors for axis in axes.get(factor, ())) for factors in dims)
-    return Layout(mesh, sharded, (), tuple(pair for pair in windows if sharded[pair[0]])).with_partial(parts)
+    return Layout(mesh, sharded, (), tuple(sorted(pair for pair in windows if sharded[pair[0]]))).with_partial(parts)
 
 
 def check_shape(rule: Rule, eqn: JaxprEqn) -> None:

@@ -170,6 +170,8 @@ def _largest(planner: Planner, eqn: JaxprEqn) -> list[PlannedEqn] | None:
 def _least(dtype: Any) -> Any:
     """What `top_k` chooses last: of floats the NaN whose bits are all set."""
     dtype = np.dtype(dtype)
+    if dtype == np.bool_:
+        return np.False_
     if jnp.issubdtype(dtype, jnp.floating):
         return np.frombuffer(b"\xff" * dtype.itemsize, dtype)[0]
     return np.asarray(jnp.iinfo(dtype).min, dtype)[()]

@@ -72,7 +72,7 @@ class Message:
 
     @property
     def bytes(self) -> int:
-        """What the busiest coordinate receives."""
+        """What a coordinate receives at most."""
         return sum(collective.bytes for collective in self.collectives)
 
     def __str__(self) -> str:
@@ -145,7 +145,7 @@ class Program:
                 dtype = str(reduction_dtype(aval.dtype) if step.op else aval.dtype)
                 found.append(
                     Collective(
-                        step.name, step.axes, step.op, aval.shape, dtype, step_bytes(step, item_sizes(aval)),
+                        step.name, step.axes, step.op, aval.shape, dtype, int(step_bytes(step, item_sizes(aval))),
                         each.source or UNKNOWN, move.reason, each.count, message,
                     )
                 )  # fmt: skip
@@ -160,9 +160,10 @@ class Program:
 
     @property
     def bytes(self) -> int:
-        """What the busiest coordinate receives in one run, all collectives together.
+        """What a coordinate receives in one run at most: the sum of what the busiest of each collective receives.
 
-        Loops of unknown length count as one iteration.
+        They need not be the same: the parts of a roll have each a busiest of their own. Loops of unknown length count as one
+        iteration.
         """
         return sum(collective.bytes * times(collective.count) for collective in self.collectives)
 

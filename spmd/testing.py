@@ -184,10 +184,22 @@ def _compare(what: str, wanted: Any, shards: Ranks, layout: Layout, tolerance: f
         same = found.shape == expected.shape and found.dtype == expected.dtype
         if not same or not _close(_plain(found), _plain(expected), tolerance):
             raise RuleError(
-                f"{what}: coordinate {at} holds another value than the whole computation gives:\n"
-                f"  expected {expected.dtype}{list(expected.shape)} {_plain(expected).tolist()}\n"
-                f"  found    {found.dtype}{list(found.shape)} {_plain(found).tolist()}"
+                f"{what}: coordinate {at} holds another value than the whole computation gives: "
+                + (_difference(found, expected) if same else f"{_type(found)}, expected {_type(expected)}.")
             )
+
+
+def _type(value: Any) -> str:
+    return f"{value.dtype}{list(value.shape)}"
+
+
+def _difference(found: Any, expected: Any) -> str:
+    """The element that is furthest off."""
+    ours, theirs = _plain(found), _plain(expected)
+    off = np.nan_to_num(np.abs(ours - theirs), nan=np.inf) if ours.dtype != np.bool_ else ours != theirs
+    at = np.unravel_index(int(np.argmax(off)), off.shape)
+    place = f" at {[int(index) for index in at]}" if off.ndim else ""
+    return f"{ours[at]}{place}, expected {theirs[at]}, in {_type(found)}."
 
 
 def _plain(value: Any) -> np.ndarray[Any, Any]:

@@ -199,6 +199,4 @@ def _sum(program: Any) -> str:
         return f"no communication{fallbacks}{'; nothing is sharded: every rank computes the whole' if whole else ''}"
     messages = len(program.messages)
     shared = f" in {messages} message{'s' * (messages > 1)}" if messages < count else ""
-    return (
-        f"{count} collective{'s' * (count > 1)}{shared}, {program.bytes} bytes received by the busiest rank{fallbacks}"
-    )
+    return f"{count} collective{'s' * (count > 1)}{shared}, {program.bytes} bytes received by a rank at most{fallbacks}"

@@ -190,6 +190,8 @@ def test_every_error_is_of_its_package() -> None:
     import placements.errors
     import spmd.errors
 
+    bases = spmd.SpmdError, placements.errors.PlacementError, collectives.errors.CollectiveError
+    assert all(issubclass(base, spmd.SpmdError) for base in bases)
     for module, base in (
         (spmd.errors, spmd.SpmdError),
         (placements.errors, placements.errors.PlacementError),
@@ -199,7 +201,7 @@ def test_every_error_is_of_its_package() -> None:
             if (
                 isinstance(value, type)
                 and issubclass(value, Exception)
-                and value is not base
+                and value not in bases
                 and not issubclass(value, Warning)
             ):
                 assert issubclass(value, base)

@@ -197,6 +197,14 @@ def test_reshapes_whose_boundaries_do_not_line_up(before: tuple[int, ...], after
     agree(lambda x: jnp.sin(x).reshape(after), [values], [ROWS], SOME[1:2], fallback="error")
 
 
+def test_reshapes_with_windows_along_two_dims() -> None:
+    """One dim whose pieces line up unevenly, and another that neighbours exchange, over two axes."""
+    for before, after in (((6, 4, 5), (4, 6, 5)), ((6, 4, 6, 4), (4, 6, 4, 6)), ((9, 4, 5), (12, 3, 5))):
+        for placement in (P(b=S(0), a=S(2)), P(a=S(0), b=S(2))):
+            for mesh in fitting(Mesh(b=3, a=2), Mesh(b=2, a=3), Mesh(b=4, a=2)):
+                agree(lambda x: x.reshape(after), [signed(*before)], [placement], [mesh], gradient=False)  # noqa: B023
+
+
 def test_reshapes_move_what_crosses_a_boundary() -> None:
     """Rows of 63 over four ranks, as pairs: what a rank lacks is less than a row of each neighbour."""
     lowered = spmd.jit(lambda x: x.reshape(-1, 256), mesh=Mesh(a=4), in_placements=ROWS).lower(

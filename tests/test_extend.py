@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -82,8 +83,8 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     "an unknown operand": (lambda: spmd.rule("r c -> c", linear=(1,)), "`linear` names operands 0 to 0"),
     "nothing to shard": (lambda: spmd.rule("r -> r", replicated=("r",))(lambda x: x * 2), "nothing may be sharded"),
     "too few operands": (lambda: mixed(signed(5, 3, 4)), r"has 2 operands; got 1"),
-    "sizes that differ": (lambda: mixed(signed(5, 3, 4), signed(5, 6)), r"d is 4 and, in array 1, 5"),
-    "other dims": (lambda: mixed(signed(3, 4), signed(4, 6)), r"array 0 has shape \(3, 4\), not the dims b s d"),
+    "sizes that differ": (lambda: mixed(signed(5, 3, 4), signed(5, 6)), r"d is 4 and, in operand 1, 5"),
+    "other dims": (lambda: mixed(signed(3, 4), signed(4, 6)), r"operand 0 has shape \(3, 4\), not the dims b s d"),
     "no primitive": (lambda: spmd.register_rule("add", elementwise), "takes a jax.extend.core.Primitive"),
     "ours": (lambda: spmd.register_rule(primitive("add"), elementwise), "add has a rule; replace=True"),
     "a loop": (lambda: spmd.register_rule(primitive("scan"), elementwise), "scan takes no rule"),
@@ -118,3 +119,62 @@ def test_a_primitive_of_ones_own() -> None:
         spmd.jit(function, mesh=Mesh(a=2), in_placements=P(a=S(1))).lower(signed(5, 3)).check(all_to_all=1)
     finally:
         del REGISTERED[soften]
+
+
+def test_operands_are_found_by_the_names_that_a_function_has() -> None:
+    """Not by those of a function that it wraps; scalars are arrays too."""
+
+    def plain(x: Any, w: Any) -> Any:
+        return x - w
+
+    @functools.wraps(plain)
+    def turned(w: Any, x: Any) -> Any:
+        return plain(x, w)
+
+    a, b = signed(5, 3), signed(5, 3)[::-1].copy()
+    np.testing.assert_array_equal(spmd.rule("r c, r c -> r c")(turned)(x=a, w=b), a - b)
+    np.testing.assert_array_equal(spmd.rule("(), r c -> r c")(lambda s, x: s * x)(s=2.0, x=a), 2 * a)
+
+
+def test_rules_that_do_not_fit_say_so() -> None:
+    def softened(x: Any) -> Any:
+        return jnp.tanh(x)
+
+    def kernel(x: Any, y: Any) -> Any:
+        return jnp.exp(-((x[:, :, None] - y[:, None]) ** 2).sum(-1))
+
+    @spmd.rule("a b -> a b")
+    def scaled(x: Any, k: float = 2.0) -> Any:
+        return x * k
+
+    for arguments, message in (
+        ((softened,), "rule takes what is sharded"),
+        (("a b -> a b", softened, {"replicated": "col"}), "col of `replicated` is no factor"),
+        (("a b -> c", lambda x: x.sum(0) + x.sum(1)), "In results alone: c"),
+        (("a b -> b a", softened), "b is 3 and, in result 0, 5"),
+        (
+            ("b n d, b m d -> b n m", kernel),
+            r"expected .*, in float32",
+        ),
+    ):
+        spec, *rest = arguments
+        options = rest.pop() if rest and isinstance(rest[-1], dict) else {}
+        with pytest.raises(spmd.RuleError, match=message) as caught:
+            spmd.rule(spec, **options)(*rest)
+        assert len(str(caught.value)) < 600
+    spmd.rule("a b -> a b", linear=0)(lambda x: 2 * x)
+    spmd.rule("a -> a", example=np.arange(5.0))(softened)
+    with pytest.raises(spmd.RuleError, match=r"has 1 operands; got 2.*functools.partial\(scaled"):
+        scaled(signed(5, 3), k=3.0)
+    own = Primitive("own")
+    own.def_impl(lambda x: x)
+    own.def_abstract_eval(lambda x: x)
+    for made in (
+        "a b -> a b",
+        Rule((((0,), (1,)),), ((0, 1),), (5, 3)),
+        Rule((((0,), (7,)),), (((0,), (1,)),), (5, 3)),
+    ):
+        spmd.register_rule(own, lambda eqn: made, replace=True)  # noqa: B023
+        with pytest.raises(spmd.RuleError, match=r"own"):
+            spmd.jit(own.bind, mesh=Mesh(a=2), in_placements=P(a=S(0))).lower(signed(5, 3))
+    del REGISTERED[own]

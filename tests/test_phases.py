@@ -112,7 +112,7 @@ def test_three_dims_by_slabs_and_pencils() -> None:
     assert len(pencils.collectives) <= 4
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int32, np.uint8])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int32, np.uint8, np.bool_])
 def test_the_largest_of_pieces(dtype: Any) -> None:
     """Ties go to the lower index, a NaN is larger or smaller than all by its sign: as on whole arrays, sizes uneven or not."""
     for size, ranks, k in ((64, 4, 3), (17, 3, 2), (33, 5, 3), (30, 4, 3), (9, 2, 1)):

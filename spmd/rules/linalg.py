@@ -6,6 +6,7 @@ sharded instead, by an all_to_all, if that is cheaper than gathering.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, Final
@@ -68,8 +69,10 @@ def batched(core: int, cost: float = 1.0, shared: int = 0) -> Callable[[JaxprEqn
 
 
 def _fft(eqn: JaxprEqn) -> Rule | None:
-    core = len(eqn.params["fft_lengths"])
-    return batched(core, 5.0)(eqn)
+    rule = batched(len(eqn.params["fft_lengths"]))(eqn)
+    length = math.prod(eqn.params["fft_lengths"])
+    size = max(math.prod(atom.aval.shape) for atom in (*eqn.invars, *eqn.outvars))
+    return None if rule is None else dataclasses.replace(rule, flops=5.0 * size * math.log2(max(length, 2)))
 
 
 def _triangular_solve(eqn: JaxprEqn) -> Rule | None:
