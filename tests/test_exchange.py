@@ -113,6 +113,20 @@ def test_the_slices_of_a_stencil_share_a_message() -> None:
     assert "exchange[a] u" in str(program)
 
 
+def test_blocks_of_a_pool_are_apart() -> None:
+    """Where windows do not overlap, the gradient of a maximum over them needs of a rank's block nothing from others."""
+
+    def pooled(x: Any) -> Any:
+        return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 3, 1), (1, 2, 3, 1), "VALID")
+
+    gradient = jax.grad(lambda x: jnp.sum(pooled(x) ** 2))
+    for placement in (P(a=S(1)), P(a=S(2)), P(a=S(0))):
+        spmd.jit(gradient, mesh=Mesh(a=2), in_placements=placement, fallback="error").lower(
+            jax.ShapeDtypeStruct((2, 8, 12, 3), np.float32)
+        ).check()
+        agree(pooled, [signed(3, 12, 9, 2)], [placement], SOME[1:2], fallback="error")
+
+
 def test_slices_that_are_joined_again_move_once() -> None:
     """Both parts of a roll, and both ends of a periodic halo, come straight from the array, in one message for each axis."""
 

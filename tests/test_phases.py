@@ -126,3 +126,30 @@ def test_the_largest_of_pieces(dtype: Any) -> None:
             np.testing.assert_array_equal(
                 np.asarray(array.full()).astype(np.float64), np.asarray(expected).astype(np.float64)
             )
+
+
+def test_solvers_are_planned_inside() -> None:
+    """A batch of systems, and right-hand sides, stay where they are; conjugate gradients send what its products need."""
+    matrices = signed_matrices(6, 3)
+    systems = jax.ShapeDtypeStruct((64, 3, 3), np.float32), jax.ShapeDtypeStruct((64, 3, 2), np.float32)
+    for function, args, given in (
+        (jnp.linalg.solve, systems, [matrices, numbers(6, 3, 2)]),
+        (jnp.linalg.inv, systems[:1], [matrices]),
+    ):
+        placements = (ROWS,) * len(args)
+        spmd.jit(function, mesh=Mesh(a=4), in_placements=placements, fallback="error").lower(*args).check()
+        agree(function, given, placements, SOME[:1], fallback="error")
+    agree(jnp.linalg.solve, [matrices[0], numbers(3, 6)], [P(), COLUMNS], SOME[:1], fallback="error")
+
+    def solved(a: Any, b: Any) -> Any:
+        return jax.scipy.sparse.linalg.cg(lambda x: a.T @ (a @ x) + x, b, maxiter=20)[0]
+
+    wide = jax.ShapeDtypeStruct((64, 8), np.float32), jax.ShapeDtypeStruct((8,), np.float32)
+    lowered = spmd.jit(solved, mesh=Mesh(a=4), in_placements=(ROWS, P()), fallback="error").lower(*wide)
+    assert {c.name for c in lowered.collectives} <= {"all_reduce", "broadcast"}
+    agree(solved, [numbers(7, 5), numbers(5, 5)[0]], [ROWS, P()], SOME[:1], fallback="error", compiled=True)
+
+
+def signed_matrices(count: int, size: int) -> Any:
+    """Well-conditioned, not symmetric."""
+    return numbers(count, size, size) * 0.3 + 2 * np.eye(size, dtype=np.float32)

@@ -172,25 +172,27 @@ def _convolution(eqn: JaxprEqn) -> Rule | None:
 
 
 def _select_and_scatter(eqn: JaxprEqn) -> Rule | None:
-    """Along dims over which the window does not slide."""
+    """Along dims over which the window does not slide, or moves on by its own size: then blocks are apart."""
     source, operand = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
     params = eqn.params
-    trivial = [
-        (size, stride, tuple(pad)) == (1, 1, (0, 0))
-        for size, stride, pad in zip(
-            params["window_dimensions"], params["window_strides"], params["padding"], strict=True
-        )
-    ]
+    given = (params["window_dimensions"], params["window_strides"], params["padding"])
     factors = FactorList()
-    outer = tuple((factors.new(size, not same),) for size, same in zip(operand, trivial, strict=True))
-    inner = tuple(outer[dim] if same else (factors.new(source[dim], True),) for dim, same in enumerate(trivial))
+    outer, inner = [], []
+    for before, after, size, stride, pad in zip(operand, source, *given, strict=True):
+        if size == stride and tuple(pad) == (0, 0) and before == after * size:
+            block = factors.new(after)
+            outer.append((block,) if size == 1 else (block, factors.new(size, True)))
+            inner.append((block,))
+        else:
+            outer.append((factors.new(before, True),))
+            inner.append((factors.new(after, True),))
 
     def local(call: Any, operands: list[Any]) -> list[Any]:
         if 0 in call.result_shapes[0]:
             return [lax.full(call.result_shapes[0], 0, eqn.outvars[0].aval.dtype)]
         return jax_compat.bind(eqn, operands, params)
 
-    return factors.rule((inner, outer), outer, eqn, local=local)
+    return factors.rule((tuple(inner), tuple(outer)), tuple(outer), eqn, local=local)
 
 
 TABLE: Final[dict[str, Callable[[JaxprEqn], Rule | None]]] = {
