@@ -56,6 +56,12 @@ INLINED: Final = {
 """Call primitives whose bodies are planned in place: name to the parameter that holds the body."""
 
 
+def calls_python(effects: Any) -> bool:
+    """Whether all effects are those of callbacks."""
+    known = ("DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect")
+    return all(type(effect).__name__ in known for effect in effects)
+
+
 def solver_body(eqn: JaxprEqn, operands: Sequence[Any]) -> tuple[Any, list[Any]]:
     """What a `custom_linear_solve` computes once differentiation is over: the jaxpr of the solver, and its operands."""
     counts = eqn.params["const_lengths"]

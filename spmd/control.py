@@ -236,7 +236,7 @@ def _plan_scan(planner: Planner, eqn: JaxprEqn) -> PlannedEqn:
 
     options: list[tuple[float, int, Layouts, Layouts, Layouts]] = []
     scanned = [tuple(map(_unscanned, arrived)), tuple(layout.with_dim(0, ()) for layout in arrived)]
-    if looped(()).can_be_apart():
+    if looped(()).can_be_apart() and not eqn.effects:
         shards = dict.fromkeys(layout.dims[0] for layout in (*arrived, *filter(None, wishes)) if layout.dims[0])
         scanned += [tuple(_without(layout, axes).with_dim(0, axes) for layout in arrived) for axes in shards]
     for xs in dict.fromkeys(scanned):

@@ -146,6 +146,10 @@ class _Known:
         value = np.asarray(atom.val)
         return Affine(int(value)) if value.dtype.kind in "iu" and not value.ndim else None
 
+    def is_false(self, atom: Atom) -> bool:
+        """Whether a value is false everywhere, or 0."""
+        return not np.any(atom.val) if isinstance(atom, Literal) else atom in self.false
+
     def learn(self, eqn: JaxprEqn) -> None:
         """What an equation says of its result."""
         if len(eqn.outvars) != 1:
@@ -164,7 +168,7 @@ class _Known:
         found: Affine | None = None
         if name == "iota":
             found = Affine(0, 1, eqn.params["dimension"])
-        elif name == "select_n" and eqn.invars[0] in self.false:
+        elif name == "select_n" and self.is_false(eqn.invars[0]):
             found = operands[1]
         elif name == "rev" and operands[0] is not None:
             found = _reversed(eqn, operands[0])

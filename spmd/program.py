@@ -26,6 +26,7 @@ from placements import Mesh, Split
 from placements.intervals import Window
 from placements.mesh import Coordinate
 from placements.redistribute import step_bytes
+from spmd.effects import CALLBACKS
 from spmd.errors import ArgumentError, CommunicationMismatch
 from spmd.lower import local_jaxpr, shape_key, uneven_splits
 from spmd.plan import Plan, item_sizes, times
@@ -169,11 +170,11 @@ class Program:
 
     @functools.cached_property
     def fallbacks(self) -> tuple[Fallback, ...]:
-        """The equations without a rule whose operands had to be replicated, in order."""
+        """The equations without a rule, and the callbacks, whose operands had to be replicated, in order."""
         found = []
         for plan in self.plan.flat():
             for planned in plan.eqns:
-                if planned.is_fallback and planned.moves:
+                if (planned.is_fallback or planned.eqn.primitive.name in CALLBACKS) and planned.moves:
                     moved = sum(
                         step_bytes(step, item_sizes(move.atom.aval)) for move in planned.moves for step in move.steps
                     )

@@ -31,6 +31,7 @@ from placements.cost import DEFAULT
 from placements.layout import merge
 from placements.redistribute import is_free, path_us
 from spmd.control import CONTROL
+from spmd.effects import CALLBACKS, plan_callback
 from spmd.errors import FallbackError
 from spmd.exact import Exactness
 from spmd.factors import Assignment, Passes, Rule, layouts
@@ -333,6 +334,8 @@ class Planner:
         special = PLACING.get(eqn.primitive) or CONTROL.get(eqn.primitive.name if "bodies" in eqn.params else "")
         if special is not None:
             return special(self, eqn)
+        if eqn.primitive.name in CALLBACKS:
+            return plan_callback(self, eqn)
         rule = None if eqn.effects else rule_of(eqn)
         if rule is None:
             return self.fallback(eqn)
@@ -396,9 +399,8 @@ class Planner:
         """Replicate the operands: right for every primitive without an effect."""
         if eqn.effects:
             raise FallbackError(
-                f"{eqn.primitive} ({self.jaxpr.source(eqn)}) has an effect, {', '.join(map(str, eqn.effects))}: run on every "
-                "rank it would happen once per rank. Callbacks and effects inside spmd.jit are not supported yet; "
-                "return the value and act on it outside."
+                f"{eqn.primitive} ({self.jaxpr.source(eqn)}) has an effect, {', '.join(map(str, eqn.effects))}, of which it is "
+                "not known what it means on several ranks; return the value and act on it outside."
             )
         operands = tuple(Layout.replicated(self.mesh, np.ndim(atom.aval)) for atom in eqn.invars)
         results = tuple(Layout.replicated(self.mesh, len(var.aval.shape)) for var in eqn.outvars)

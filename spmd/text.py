@@ -17,6 +17,7 @@ import numpy as np
 from collectives.jax_compat import Literal
 from placements import Layout
 from placements.redistribute import step_bytes
+from spmd.effects import CALLBACKS
 from spmd.plan import Move, Plan, PlannedEqn, SourcedMove, item_sizes
 
 
@@ -162,8 +163,15 @@ def _equation_row(program: Any, naming: Naming, planned: PlannedEqn) -> Row:
     shown = {key: eqn.params[key] for key in SHOWN if eqn.params.get(key) is not None and eqn.params[key] is not False}
     params = ", ".join(f"{key}={_plain(value)}" for key, value in shown.items())
     types = [_typed(program, v.aval, layout) for v, layout in zip(eqn.outvars, planned.results, strict=True)]
-    text = f"{results} = {eqn.primitive}{f'[{params}]' if params else ''} {operands}".rstrip()
-    note = f"  # no rule: replicated; {program.plan.jaxpr.source(eqn).offset}" if planned.is_fallback else ""
+    text = f"{results}{' = ' if results else ''}{eqn.primitive}{f'[{params}]' if params else ''} {operands}".rstrip()
+    how = (
+        "once, on the first rank"
+        if eqn.primitive.name in CALLBACKS
+        else "no rule: replicated"
+        if planned.is_fallback
+        else ""
+    )
+    note = f"  # {how}; {program.plan.jaxpr.source(eqn).offset}" if how else ""
     return text, ", ".join(types), note
 
 

@@ -36,6 +36,7 @@ from collectives.jax_compat import (
     ad,
     as_closed,
     batching,
+    calls_python,
     identity_primitive,
     jaxpr_as_fun,
     known_primitive,
@@ -241,7 +242,7 @@ class _Flattening:
                 results = self.inline(body, self.guard(eqn, operands), (eqn, *callers))
             elif eqn.primitive.name == "custom_linear_solve":
                 results = self.inline(*solver_body(eqn, operands), (eqn, *callers))
-            elif eqn.primitive.name in NESTED and not eqn.effects:
+            elif eqn.primitive.name in NESTED and calls_python(eqn.effects):
                 results = [Var(var.aval) for var in eqn.outvars]
                 self.eqns.append(NESTED[eqn.primitive.name](self, eqn, operands).replace(outvars=results))
                 self.callers.update(dict.fromkeys(results, callers) if callers else {})

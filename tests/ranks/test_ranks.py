@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 from oracle import agree, same
 
 import collectives
@@ -464,3 +465,30 @@ def test_neighbours_exchange_along_two_dims() -> None:
     grid = (np.arange(63, dtype=np.float32) * 7 % 11 - 5).reshape(7, 9)
     mesh = Mesh(a=2, b=SIZE // 2)
     agree(steps, [grid], [P(a=Shard(0), b=Shard(1))], [mesh], compiled=True, fallback="error")
+
+
+def test_callbacks_happen_on_the_first_rank() -> None:
+    """With whole values, in order, in loops too; what a callback returns is the same everywhere."""
+    seen: list[Any] = []
+
+    def function(x: Any) -> Any:
+        def step(carry: Any, row: Any) -> tuple[Any, Any]:
+            io_callback(lambda v: seen.append(float(v)), None, carry, ordered=True)
+            return carry + row.sum(), row
+
+        last, _ = lax.scan(step, jnp.float32(0), x)
+        jax.debug.callback(lambda v: seen.append(v.shape), x)
+        result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        y = io_callback(lambda v: (seen.append("asked"), np.asarray(v) * (1 + RANK))[1], result, x, ordered=True)
+        return last, y
+
+    decorated = spmd.jit(function, mesh=MESH, in_placements=ROWS, fallback="allow")
+    for _ in range(2):
+        seen.clear()
+        last, y = decorated(X)
+        same(y, X, MESH)
+        same(last, X.sum(), MESH)
+        jax.effects_barrier()
+        sums = [float(value) for value in np.cumsum([0, *X.sum(1)[:-1]])]
+        assert [value for value in seen if value != (7, 3)] == ([*sums, "asked"] if RANK == 0 else [])
+        assert seen.count((7, 3)) == (RANK == 0)
