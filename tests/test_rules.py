@@ -267,6 +267,10 @@ EXTRA: dict[str, Case] = {
         )
         for width in (8, 16, 32)
     },
+    "random_gamma": (
+        lambda a: jax.vmap(lambda k, a: jax.random.gamma(k, a))(jax.random.split(jax.random.key(2), 5), a),
+        (reals(5, 3, low=0.5, high=3.0),),
+    ),
     "random_fold_in": (
         lambda keys: jax.vmap(jax.random.fold_in)(keys, jnp.arange(5)),
         (jax.random.split(jax.random.key(1), 5),),

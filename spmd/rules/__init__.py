@@ -70,7 +70,6 @@ REPLICATED: Final[dict[str, str]] = {
     "cholesky_update": "one matrix",
     "empty2": "uninitialised memory",
     "polynomial": "coefficients and values in one operand",
-    "random_gamma": "a loop for each element, of unknown length",
     "random_seed": "one key",
     "reduce": "a reduction by any function has no parts",
     "reduce_window": "a reduction by any function has no identity",

@@ -19,7 +19,6 @@ from jax import lax
 from collectives import jax_compat
 from collectives.jax_compat import JaxprEqn, threefry
 from spmd.factors import Rule
-from spmd.rules.elementwise import elementwise
 
 LARGEST: Final = 2**32
 """Elements up to which an index is one word."""
@@ -67,9 +66,14 @@ def _bits(words: Any, width: int, shape: tuple[int, ...], here: tuple[int, ...],
 
 
 def _fold_in(eqn: JaxprEqn) -> Rule | None:
-    """Each key with its own number."""
-    keys, numbers = (atom.aval.shape for atom in eqn.invars)
-    return elementwise(eqn) if keys == numbers else None
+    """Each key with its own number, or one of both for all of the others."""
+    shapes = [atom.aval.shape for atom in eqn.invars]
+    after = eqn.outvars[0].aval.shape
+    if any(shape not in ((), after) for shape in shapes):
+        return None
+    dims = tuple((dim,) for dim in range(len(after)))
+    operands = tuple(dims if shape else () for shape in shapes)
+    return Rule(operands, (dims,), after, flops=30.0 * math.prod(after))
 
 
 def _split(eqn: JaxprEqn) -> Rule:
@@ -80,8 +84,27 @@ def _split(eqn: JaxprEqn) -> Rule:
     return Rule((dims[: len(before)],), (dims,), after, replicated=new, flops=30.0 * math.prod(after))
 
 
+def _gamma(eqn: JaxprEqn) -> Rule | None:
+    """Each key with its own array of parameters, which is drawn whole: the numbers of one key come from one loop."""
+    keys, shape = (atom.aval.shape for atom in eqn.invars)
+    if not keys or shape[: len(keys)] != keys:
+        return None
+    dims = tuple((dim,) for dim in range(len(shape)))
+    whole = tuple(range(len(keys), len(shape)))
+
+    def local(call: Any, operands: list[Any]) -> list[Any]:
+        if 0 in call.result_shapes[0]:
+            return [lax.full(call.result_shapes[0], 0, eqn.outvars[0].aval.dtype)]
+        return jax_compat.bind(eqn, operands, eqn.params)
+
+    return Rule(
+        (dims[: len(keys)], dims), (dims,), shape, replicated=whole, local=local, flops=1000.0 * math.prod(shape)
+    )
+
+
 TABLE: Final[dict[str, Callable[[JaxprEqn], Rule | None]]] = {
     "random_bits": _random_bits,
     "random_fold_in": _fold_in,
+    "random_gamma": _gamma,
     "random_split": _split,
 }
