@@ -111,3 +111,88 @@ def test_its_plan_is_the_textbooks(make: Callable[[int], Model]) -> None:
             step, mesh=Mesh(dp=4), in_placements=(places, places, ROWS, ROWS), out_placements=(places, places, P())
         )
         decorated.lower(*shapes, *batch).check(**counts)
+
+
+class ConvNet(linen.Module):
+    """Convolutions, batch norm, pools, a dense layer."""
+
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        x = linen.relu(linen.BatchNorm(use_running_average=False)(linen.Conv(8, (3, 3))(x)))
+        x = linen.relu(linen.Conv(6, (3, 3), strides=(2, 2))(linen.max_pool(x, (2, 2), (2, 2))))
+        return linen.Dense(5)(linen.avg_pool(x, (2, 2)).reshape(x.shape[0], -1))
+
+
+class Recurrent(linen.Module):
+    """A GRU and an LSTM by scan."""
+
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        return linen.Dense(3)(linen.RNN(linen.GRUCell(7))(x) + linen.RNN(linen.OptimizedLSTMCell(7))(x))
+
+
+class Block(linen.Module):
+    """Attention and a dense part, with norms and residuals."""
+
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        y = linen.LayerNorm()(x)
+        x = x + linen.MultiHeadDotProductAttention(num_heads=2)(y, y)
+        return x + linen.Dense(8)(linen.gelu(linen.Dense(16)(linen.LayerNorm()(x))))
+
+
+class UNet(linen.Module):
+    """A block of a diffusion model: down and up again, with attention, group norms and the embedded time."""
+
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        time = x[:, 0, 0, 0]
+        embedded = linen.Dense(8)(jnp.sin(time[:, None] * jnp.arange(1.0, 5.0)))
+        wide = linen.swish(linen.GroupNorm(num_groups=2)(linen.Conv(8, (3, 3))(x))) + embedded[:, None, None]
+        down = linen.Conv(8, (3, 3), strides=(2, 2))(wide)
+        n, h, w, c = down.shape
+        attended = linen.MultiHeadDotProductAttention(num_heads=2)(
+            linen.GroupNorm(num_groups=2)(down).reshape(n, h * w, c)
+        )
+        up = jax.image.resize(down + attended.reshape(down.shape), (n, 2 * h, 2 * w, c), "nearest")
+        return linen.ConvTranspose(3, (3, 3))(linen.swish(linen.Conv(8, (3, 3))(jnp.concatenate([up, wide], -1))))
+
+
+PICTURES, SEQUENCES = (6, 8, 8, 3), (6, 5, 8)
+MODELS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "convolutions": (ConvNet(), PICTURES),
+    "recurrent": (Recurrent(), SEQUENCES),
+    "attention": (Block(), SEQUENCES),
+    "u-net": (UNet(), PICTURES),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    [
+        pytest.param(name, dim, marks=() if (name, dim) in (("convolutions", 0), ("u-net", 1)) else pytest.mark.slow)
+        for name in MODELS
+        for dim in (0, 1)
+    ],
+)
+def test_models_that_people_have(name: str, dim: int) -> None:
+    """Forward and gradient on ranks that do not divide. A batch that is sharded is never gathered: the gradients are reduced,
+    in as many messages as follow one another."""
+    module, shape = MODELS[name]
+    x = (np.sin(np.arange(np.prod(shape)) * 1.7) * 1.3).astype(np.float32).reshape(shape)
+    variables = module.init(jax.random.key(0), x)
+
+    def loss(params: Any, x: Any) -> Any:
+        found, state = module.apply({**variables, "params": params}, x, mutable=["batch_stats"])
+        return jnp.mean(jnp.sin(found) ** 2), state
+
+    function = jax.value_and_grad(loss, has_aux=True)
+    mesh = Mesh(dp=4)
+    parallel = spmd.jit(function, mesh=mesh, in_placements=(P(), P(dp=Shard(dim))), fallback="error")
+    found, expected = parallel(variables["params"], x), function(variables["params"], x)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for array, whole in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(array.full(), whole, rtol=2e-4, atol=2e-6)
+    if dim == 0:
+        rounds = 4 if name == "convolutions" else 1  # a batch norm's statistics, and those of its gradient
+        parallel.lower(variables["params"], x).check(all_reduce=..., max_messages=rounds)
