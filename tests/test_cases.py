@@ -501,3 +501,89 @@ def test_e12_operands_by_name() -> None:
         spmd.rule("b d, d f -> b f")(project)(x, w, power=3)
     with pytest.raises(spmd.RuleError, match="missing a required argument: 'w'"):
         step(x, v=w)
+
+
+def test_b27_a_map_in_batches_larger_than_its_length() -> None:
+    x = signed(5, 2, 4)
+    for placement in (P(a=Shard(1)), P(a=Shard(0)), P(a=Shard(2))):
+        agree(
+            lambda x: jax.lax.map(lambda r: jnp.sin(r) @ r.T, x, batch_size=10),
+            [x],
+            [placement],
+            RANKS[1:3],
+            compiled=True,
+        )
+
+
+def test_c10_a_solver_whose_products_are_reduced() -> None:
+    """Conjugate gradients on rows of A, twice in one function: solution and gradient are those of a dense solve."""
+    a, b = 0.5 * signed(7, 4), signed(4)
+
+    def by_products(a: Any, b: Any) -> Any:
+        def solved(b: Any) -> Any:
+            return jax.scipy.sparse.linalg.cg(lambda v: a.T @ (a @ v) + 2 * v, b, tol=1e-7)[0]
+
+        return solved(b) + solved(jnp.flip(b))
+
+    def dense(a: Any, b: Any) -> Any:
+        return jnp.linalg.solve(a.T @ a + 2 * jnp.eye(4), b + jnp.flip(b))
+
+    for mesh in RANKS[1:3]:
+        solve = spmd.jit(by_products, mesh=mesh, in_placements=(P(a=Shard(0)), P()), fallback="error")
+        np.testing.assert_allclose(solve(a, b).full(), dense(a, b), rtol=1e-5, atol=1e-6)
+        slope = spmd.jit(
+            jax.grad(lambda b, a: jnp.sum(by_products(a, b) ** 2)), mesh=mesh, in_placements=(P(), P(a=Shard(0)))
+        )
+        expected = jax.grad(lambda b: jnp.sum(dense(a, b) ** 2))(jnp.asarray(b))
+        np.testing.assert_allclose(slope(b, a).full(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_d4_microbatches_of_a_sharded_batch() -> None:
+    """A batch is cut into microbatches and scanned: the gradient is reduced once, and the batch moves at most once."""
+
+    def accumulated(w: Any, x: Any) -> Any:
+        def step(total: Any, rows: Any) -> Any:
+            return total + jax.grad(lambda w: jnp.sum(jnp.tanh(rows @ w)))(w), None
+
+        return jax.lax.scan(step, jnp.zeros_like(w), x.reshape(2, -1, 16))[0]
+
+    args = jax.ShapeDtypeStruct((16, 16), np.float32), jax.ShapeDtypeStruct((8, 16), np.float32)
+    program = spmd.jit(accumulated, mesh=Mesh(a=4), in_placements=(P(), P(a=Shard(0))), fallback="error").lower(*args)
+    reductions = [c for c in program.collectives if c.name == "all_reduce"]
+    moves = [c for c in program.collectives if c.name != "all_reduce"]
+    assert [c.count for c in reductions] == [1]
+    assert len(moves) <= 1
+    assert all(c.count == 1 for c in moves)
+    agree(accumulated, [0.3 * signed(16, 16), signed(8, 16)], [P(), P(a=Shard(0))], RANKS[1:4:2], gradient=False)
+
+
+def test_d7_typed_keys_move_like_arrays() -> None:
+    """Split, sharded, gathered, reversed, folded in: keys stay keys."""
+    keys = jax.random.split(jax.random.key(7), 4)
+    for mesh in RANKS[1:4]:
+        placed = spmd.distribute(keys, P(a=Shard(0)), mesh)
+        assert placed.dtype == keys.dtype
+        moved = spmd.jit(lambda k: jnp.flip(k), mesh=mesh, out_placements=P(), fallback="allow")(placed)
+        assert moved.dtype == keys.dtype
+        np.testing.assert_array_equal(jax.random.key_data(moved.full()), jax.random.key_data(jnp.flip(keys)))
+        drawn = spmd.jit(lambda k: jax.vmap(lambda k: jax.random.normal(k, (3,)))(k), mesh=mesh, fallback="error")(
+            placed
+        )
+        np.testing.assert_array_equal(drawn.full(), jax.vmap(lambda k: jax.random.normal(k, (3,)))(keys))
+
+
+def test_d9_callbacks_on_sharded_arrays_are_never_silent() -> None:
+    """A pure callback sees whole arrays, a print happens once; what is gathered for them is named in a warning."""
+
+    def function(x: Any) -> Any:
+        jax.debug.print("rows {n}", n=x.shape[0])
+        found = jax.pure_callback(lambda v: np.sort(np.asarray(v), 0), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        return found * 2
+
+    x = signed(5, 3)
+    decorated = spmd.jit(function, mesh=RANKS[2], in_placements=P(a=Shard(0)))
+    with pytest.warns(spmd.PlacementWarning, match=r"(?s)pure_callback .*\d+ bytes moved"):
+        found = decorated(x)
+    np.testing.assert_array_equal(found.full(), np.sort(x, 0) * 2)
+    with pytest.raises(spmd.FallbackError, match="pure_callback"):
+        spmd.jit(function, mesh=RANKS[2], in_placements=P(a=Shard(0)), fallback="error").lower(x)
