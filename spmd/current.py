@@ -13,7 +13,8 @@ _CURRENT: ContextVar[Mesh | None] = ContextVar("spmd_current_mesh", default=None
 
 
 def current_mesh() -> Mesh | None:
-    """The mesh of the innermost `use_mesh`, else that of `set_mesh`, else None."""
+    """The mesh of the innermost `use_mesh`, else that of `set_mesh`, else None. In a decorated function the mesh that it is
+    traced for: shapes may depend on it."""
     return _CURRENT.get()
 
 

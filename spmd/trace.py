@@ -49,6 +49,7 @@ from collectives.jax_compat import (
 )
 from placements import Mesh, P, PlacementError, Shard
 from placements.layout import resolve
+from spmd.current import use_mesh
 from spmd.errors import TransformationError
 from spmd.validate import valid_layout
 
@@ -144,7 +145,7 @@ def trace(
     function: Callable[..., Any], avals: Sequence[Any], mesh: Mesh, is_hidden: Callable[[Any], bool]
 ) -> GlobalJaxpr:
     """Trace `function` of flat arguments for `mesh`. `is_hidden` says which closed-over constants become inputs."""
-    with tracing(mesh):
+    with tracing(mesh), use_mesh(mesh):
         try:
             closed = without_dead_code(jax.make_jaxpr(function)(*avals))
         except Exception as error:

@@ -166,6 +166,47 @@ def test_the_mesh_of_a_call() -> None:
     assert f(spmd.distribute(X, ROWS, MESH)).mesh == MESH
 
 
+def test_shapes_that_depend_on_the_mesh() -> None:
+    """A decorated function may ask for its mesh; each mesh has a trace of its own, through jax.jit too."""
+
+    @jax.jit
+    def pieces(x: Any) -> Any:
+        mesh = spmd.current_mesh()
+        assert mesh is not None
+        return x.reshape(mesh.size, -1).sum(1)
+
+    f = spmd.jit(lambda x: pieces(x) * 2)
+    x = np.arange(12, dtype=np.float32)
+    for size in (2, 3, 4, 2):
+        with spmd.use_mesh(Mesh(dp=size)):
+            found = f(x)
+        assert found.shape == (size,)
+        np.testing.assert_array_equal(found.full(), x.reshape(size, -1).sum(1) * 2)
+        found = spmd.jit(pieces, mesh=Mesh(dp=size), in_placements=P(dp=Shard(0)))(x)
+        np.testing.assert_array_equal(found.full(), x.reshape(size, -1).sum(1))
+    assert spmd.current_mesh() is None
+
+
+def test_loops_promote_as_in_jax() -> None:
+    """Weak carries, casts in sums, wide and narrow numbers: dtypes and values of the plain function."""
+
+    def mixed(x: Any) -> Any:
+        total, rows = jax.lax.scan(lambda c, r: (c + r.sum().astype(c.dtype), r * 2), jnp.zeros((), jnp.float16), x)
+        count = jax.lax.fori_loop(0, 3, lambda i, n: n + i, 0)
+        weak = jax.lax.while_loop(lambda v: v < 5, lambda v: v * 2, 1.5)
+        return total, rows, count, weak, jnp.where(x > 0, 1, x.astype(jnp.int8)), x.astype(jnp.bfloat16).sum(0) * 2.5
+
+    for wide in (False, True):
+        with jax.enable_x64(wide):
+            x = X.astype(np.float64 if wide else np.float32)
+            found, expected = spmd.jit(mixed, mesh=MESH, in_placements=ROWS)(x), mixed(jnp.asarray(x))
+            for array, whole in zip(found, expected, strict=True):
+                assert (array.dtype, array.weak_type) == (whole.dtype, whole.weak_type)
+                np.testing.assert_allclose(
+                    np.asarray(array.full(), np.float64), np.asarray(whole, np.float64), rtol=2e-2
+                )
+
+
 def test_darrays_keep_their_placement_or_move_in_the_open() -> None:
     """Free moves happen; others raise, and name the remedy, unless allowed: then the Program lists them."""
     x = spmd.distribute(X, ROWS, MESH)
