@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import jax.numpy as jnp
+
 from collectives.jax_compat import Atom, JaxprEqn, Literal
 from placements import Layout, Step
 from spmd.plan import Move, Plan, PlannedEqn
@@ -141,6 +143,7 @@ def _sum_of(body: GlobalJaxpr, input_index: int, output_index: int) -> _Sum | No
     led = _led_from(carry, body.eqns)
     added: list[Atom] = []
     ops: set[str] = set()
+    casts: list[Any] = []
     is_alone = counts[id(carry)] == 1
     while atom is not carry:
         is_alone = is_alone and counts[id(atom)] == 1
@@ -148,6 +151,7 @@ def _sum_of(body: GlobalJaxpr, input_index: int, output_index: int) -> _Sum | No
         if maker is None:
             return None
         if maker.primitive.name == "convert_element_type":
+            casts += [maker.invars[0].aval.dtype, maker.outvars[0].aval.dtype]
             atom = maker.invars[0]
             continue
         name = maker.primitive.name
@@ -159,7 +163,19 @@ def _sum_of(body: GlobalJaxpr, input_index: int, output_index: int) -> _Sum | No
             return None
         added.append(other)
         ops.add(ACCUMULATES[name])
-    return _Sum(ops.pop(), tuple(added), is_alone) if len(ops) == 1 else None
+    if len(ops) != 1 or not _are_sums_of_casts(casts, carry.aval.dtype, *ops):
+        return None
+    return _Sum(ops.pop(), tuple(added), is_alone)
+
+
+def _are_sums_of_casts(dtypes: Sequence[Any], dtype: Any, op: str) -> bool:
+    """Whether accumulating in other dtypes on the way, at least as wide, is still accumulating: of floats but for rounding, of
+    integers where sums wrap alike. A cast that truncates or saturates in every iteration is not."""
+    if any(found.itemsize < dtype.itemsize for found in dtypes):
+        return False
+    if all(jnp.issubdtype(found, jnp.floating) for found in (*dtypes, dtype)):
+        return True
+    return not dtypes or (op == "sum" and all(jnp.issubdtype(found, jnp.integer) for found in dtypes))
 
 
 def _led_from(carry: Atom, eqns: Sequence[JaxprEqn]) -> set[int]:

@@ -500,3 +500,41 @@ def test_iterations_that_need_one_another(name: str) -> None:
     """What is summed and looked at in between is no sum of ranks."""
     for mesh, placements in ((FEW[-1], (P(a=Shard(0)), P())), (GRIDS[0], (P(b=Shard(0), a=Shard(0)), P(b=Shard(0))))):
         agree(TOGETHER[name], [signed(7, 8), signed(8, 8)], placements, [fit(mesh)], compiled=True)
+
+
+CASTS: dict[str, tuple[Callable[[Any, Any], Any], Any, Any]] = {
+    "truncated": (lambda c, r: (c + r.mean()).astype(jnp.int32), np.float32(-0.7), np.int32(5)),
+    "truncated to no sign": (lambda c, r: (c + r.mean()).astype(jnp.uint8), np.float32(-0.7), np.uint8(5)),
+    "saturated": (lambda c, r: (c.astype(jnp.float32) + r.sum()).astype(jnp.int8), np.int32(1), np.int8(3)),
+    "rounded": (lambda c, r: (c.astype(jnp.float32) + r.mean()).astype(jnp.int32), np.int32(1), np.int32(2**24)),
+    "wrapped maximum": (
+        lambda c, r: jnp.maximum(c.astype(jnp.int32), r.max()).astype(jnp.int8),
+        np.int32(130),
+        np.int8(3),
+    ),
+    "wrapped minimum": (
+        lambda c, r: jnp.minimum(c.astype(jnp.int32), r.min()).astype(jnp.uint32),
+        np.int32(-4),
+        np.uint32(3),
+    ),
+    "flags": (lambda c, r: (c + r.max()).astype(bool), np.int32(0), np.True_),
+    "wrapped sum": (lambda c, r: (c.astype(jnp.int32) + r.sum()).astype(jnp.int8), np.int32(9), np.int8(3)),
+    "wide sum": (lambda c, r: (c.astype(jnp.float32) + r.mean()).astype(jnp.float16), np.float32(0.75), np.float16(3)),
+}
+
+
+@pytest.mark.parametrize("name", sorted(CASTS))
+def test_sums_with_casts(name: str) -> None:
+    """A cast that changes the sum in every iteration makes it none; integers that wrap and wider floats are sums still."""
+    step, value, start = CASTS[name]
+    args = [np.full((8, 4096), value), np.asarray(start)]
+
+    def function(x: Any, c: Any) -> Any:
+        return lax.scan(lambda c, r: (step(c, r), None), c, x)[0]
+
+    for placements in ((P(a=Shard(0)), P()), (P(a=Shard(1)), P())):
+        agree(function, args, placements, [fit(FEW[-1])], gradient=False)
+    wide = jax.ShapeDtypeStruct((64, 4096), args[0].dtype), jax.ShapeDtypeStruct((), args[1].dtype)
+    lowered = spmd.jit(function, mesh=FOUR, in_placements=(P(a=Shard(0)), P())).lower(*wide)
+    apart = "16 times" in str(lowered)
+    assert apart == (name in ("wrapped sum", "wide sum"))
