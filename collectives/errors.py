@@ -1,9 +1,7 @@
 """The errors of `collectives`: every one is a `CollectiveError`, and the builtin that a caller would expect."""
 
-from placements.errors import SpmdError
 
-
-class CollectiveError(SpmdError):
+class CollectiveError(Exception):
     """The base class of every error raised by `collectives`."""
 
 

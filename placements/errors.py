@@ -5,11 +5,7 @@ A message has four parts: the operation, the values, the rule that was broken, a
 """
 
 
-class SpmdError(Exception):
-    """The base class of every error of the three packages, known to users as `spmd.SpmdError`."""
-
-
-class PlacementError(SpmdError):
+class PlacementError(Exception):
     """The base class of every error raised by `placements`."""
 
 

@@ -1,6 +1,8 @@
 """The errors and warnings of `spmd`: every error is a `SpmdError`, and the builtin that a caller would expect."""
 
-from placements.errors import SpmdError
+
+class SpmdError(Exception):
+    """The base class of every error raised by `spmd`."""
 
 
 class ArgumentError(SpmdError, ValueError):

@@ -191,7 +191,6 @@ def test_every_error_is_of_its_package() -> None:
     import spmd.errors
 
     bases = spmd.SpmdError, placements.errors.PlacementError, collectives.errors.CollectiveError
-    assert all(issubclass(base, spmd.SpmdError) for base in bases)
     for module, base in (
         (spmd.errors, spmd.SpmdError),
         (placements.errors, placements.errors.PlacementError),

@@ -481,10 +481,10 @@ def test_iterations_that_are_apart(name: str) -> None:
     program.check(**counts)
     args, differentiable = [signed(7, 8), signed(8, 8)], name not in ("largest", "until each is there")
     for mesh, placements in (
-        (FEW[-1], (P(a=Shard(0)), P())),
-        (Mesh(a=10, backend="simulated"), (P(a=Shard(0)), P(a=Shard(1)))),
-        (GRIDS[0], (P(b=Shard(0), a=Shard(0)), P(b=Shard(0)))),
-        (GRIDS[0], (P(a=Shard(0), b=Shard(1)), P(b=Shard(0)))),
+        (Mesh(a=4), (P(a=Shard(0)), P())),
+        (Mesh(a=10), (P(a=Shard(0)), P(a=Shard(1)))),
+        (Mesh(a=2, b=2), (P(b=Shard(0), a=Shard(0)), P(b=Shard(0)))),
+        (Mesh(a=2, b=2), (P(a=Shard(0), b=Shard(1)), P(b=Shard(0)))),
     ):
         agree(function, args, placements, [fit(mesh)], compiled=True, gradient=differentiable)
     if differentiable and not counts:
@@ -498,7 +498,10 @@ def test_iterations_that_are_apart(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(TOGETHER))
 def test_iterations_that_need_one_another(name: str) -> None:
     """What is summed and looked at in between is no sum of ranks."""
-    for mesh, placements in ((FEW[-1], (P(a=Shard(0)), P())), (GRIDS[0], (P(b=Shard(0), a=Shard(0)), P(b=Shard(0))))):
+    for mesh, placements in (
+        (Mesh(a=4), (P(a=Shard(0)), P())),
+        (Mesh(a=2, b=2), (P(b=Shard(0), a=Shard(0)), P(b=Shard(0)))),
+    ):
         agree(TOGETHER[name], [signed(7, 8), signed(8, 8)], placements, [fit(mesh)], compiled=True)
 
 
@@ -533,7 +536,7 @@ def test_sums_with_casts(name: str) -> None:
         return lax.scan(lambda c, r: (step(c, r), None), c, x)[0]
 
     for placements in ((P(a=Shard(0)), P()), (P(a=Shard(1)), P())):
-        agree(function, args, placements, [fit(FEW[-1])], gradient=False)
+        agree(function, args, placements, [fit(Mesh(a=4))], gradient=False)
     wide = jax.ShapeDtypeStruct((64, 4096), args[0].dtype), jax.ShapeDtypeStruct((), args[1].dtype)
     lowered = spmd.jit(function, mesh=FOUR, in_placements=(P(a=Shard(0)), P())).lower(*wide)
     apart = "16 times" in str(lowered)

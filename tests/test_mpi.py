@@ -45,20 +45,11 @@ def mpiexec(n: int, *command: str, timeout: float, **environ: str) -> subprocess
     )  # fmt: skip
 
 
-def kept(folders: pytest.TempPathFactory) -> dict[str, str]:
-    """Settings with which the ranks of all jobs share what JAX compiles."""
-    folder = folders.getbasetemp() / "compiled"
-    least = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
-    return {"JAX_COMPILATION_CACHE_DIR": str(folder), **least}
-
-
 TEXTBOOK = ("test_many_small_parameters_share_messages_e8", "test_fsdp_on_ranks_that_do_not_divide_e13")
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_ranks(
-    n: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> None:
+def test_ranks(n: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Every test for real ranks, and the value cases, on n ranks; each rank's log is shown where one fails.
 
     Without `--all` half of the value cases run on two ranks, a sixth of them on three, and no loops.
@@ -69,8 +60,7 @@ def test_ranks(
     targets += [str(TESTS / "test_cases.py")] if n < 4 or everything else []
     targets += [f"{TESTS / 'test_textbook.py'}::{name}" for name in TEXTBOOK]
     targets += [str(TESTS / "test_loops.py")] if n == 2 and everything else []
-    environ = {"SPMD_TIMEOUT": "120", **part, **kept(tmp_path_factory)}
-    done = mpiexec(n, str(TESTS / "ranks" / "run.py"), str(tmp_path), *targets, timeout=900, **environ)
+    done = mpiexec(n, str(TESTS / "ranks" / "run.py"), str(tmp_path), *targets, timeout=900, SPMD_TIMEOUT="120", **part)
     logs = {path.stem: path.read_text() for path in sorted(tmp_path.glob("*.log"))}
     statuses = [path.read_text() for path in sorted(tmp_path.glob("*.status"))]
     shown = "\n".join(f"--- {name}\n{log[-3000:]}" for name, log in logs.items())
@@ -104,7 +94,7 @@ def test_the_main_job_under_mpiexec(request: pytest.FixtureRequest, tmp_path_fac
     ).replace("EVERYTHING", str(bool(everything)))
     curves: dict[str, list[list[float]]] = {"float64": [], "float32": []}
     for n in (1, 2, 3, 4):
-        done = mpiexec(n, "-c", script, timeout=400, **kept(tmp_path_factory))
+        done = mpiexec(n, "-c", script, timeout=400)
         assert done.returncode == 0, done.stderr[-3000:]
         for line in re.findall(r"LOSSES (.*)", done.stdout):
             dtype, losses = json.loads(line)
