@@ -62,6 +62,17 @@ def calls_python(effects: Any) -> bool:
     return all(type(effect).__name__ in known for effect in effects)
 
 
+def hi_body(eqn: JaxprEqn) -> Any:
+    """What a `call_hi_primitive` of JAX 0.12 stands for (`jnp.searchsorted` is one), as a jaxpr of its flat operands."""
+    prim = eqn.params["_prim"]
+
+    def expand(*flat: Any) -> list[Any]:
+        return list(jax.tree.leaves(prim.expand(*jax.tree.unflatten(prim.in_tree, flat))))
+
+    avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in eqn.invars]
+    return jax.make_jaxpr(expand)(*avals)
+
+
 def solver_body(eqn: JaxprEqn, operands: Sequence[Any]) -> tuple[Any, list[Any]]:
     """What a `custom_linear_solve` computes once differentiation is over: the jaxpr of the solver, and its operands."""
     counts = eqn.params["const_lengths"]

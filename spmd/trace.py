@@ -37,6 +37,7 @@ from collectives.jax_compat import (
     as_closed,
     batching,
     calls_python,
+    hi_body,
     identity_primitive,
     jaxpr_as_fun,
     known_primitive,
@@ -241,6 +242,8 @@ class _Flattening:
             elif eqn.primitive.name in INLINED and INLINED[eqn.primitive.name] in eqn.params:
                 body = eqn.params[INLINED[eqn.primitive.name]]
                 results = self.inline(body, self.guard(eqn, operands), (eqn, *callers))
+            elif eqn.primitive.name == "call_hi_primitive":
+                results = self.inline(hi_body(eqn), operands, (eqn, *callers))
             elif eqn.primitive.name == "custom_linear_solve":
                 results = self.inline(*solver_body(eqn, operands), (eqn, *callers))
             elif eqn.primitive.name in NESTED and calls_python(eqn.effects):

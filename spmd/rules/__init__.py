@@ -49,8 +49,8 @@ _EFFECT: Final = "an effect, or a reference: refused, with the reason"
 
 OTHERWISE: Final[dict[str, str]] = {
     **dict.fromkeys((
-        "call", "closed_call", "cond", "custom_jvp_call", "custom_linear_solve", "custom_vjp_call", "eval_jaxpr", "jit",
-        "remat2", "scan", "while",
+        "call", "call_hi_primitive", "closed_call", "cond", "custom_jvp_call", "custom_linear_solve", "custom_vjp_call",
+        "eval_jaxpr", "jit", "remat2", "scan", "while",
     ), _BODIES),
     **dict.fromkeys((
         "all_gather", "all_to_all", "axis_index", "pmax", "pmin", "ppermute", "psum", "ragged_all_to_all",
