@@ -56,6 +56,11 @@ INLINED: Final = {
 """Call primitives whose bodies are planned in place: name to the parameter that holds the body."""
 
 
+def as_struct(aval: Any) -> jax.ShapeDtypeStruct:
+    """An aval as an argument of `make_jaxpr`, weak type kept."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
 def calls_python(effects: Any) -> bool:
     """Whether all effects are those of callbacks."""
     known = ("DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect")
@@ -69,8 +74,7 @@ def hi_body(eqn: JaxprEqn) -> Any:
     def expand(*flat: Any) -> list[Any]:
         return list(jax.tree.leaves(prim.expand(*jax.tree.unflatten(prim.in_tree, flat))))
 
-    avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in eqn.invars]
-    return jax.make_jaxpr(expand)(*avals)
+    return jax.make_jaxpr(expand)(*(as_struct(atom.aval) for atom in eqn.invars))
 
 
 def solver_body(eqn: JaxprEqn, operands: Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -191,7 +195,7 @@ def function_primitive(name: str, function: Callable[..., Any]) -> Primitive:
         return jax.tree.leaves(function(*values))
 
     def abstract(*avals: Any) -> list[Any]:
-        structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
+        structs = list(map(as_struct, avals))
         return [ShapedArray(each.shape, each.dtype) for each in jax.eval_shape(flat, *structs)]
 
     def derivative(primals: Any, tangents: Any) -> Any:
@@ -256,8 +260,7 @@ def inline_function(function: Callable[..., Any], eqn: JaxprEqn) -> list[JaxprEq
 
     `function` closes over no arrays.
     """
-    avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in eqn.invars]
-    closed = jax.make_jaxpr(function)(*avals)
+    closed = jax.make_jaxpr(function)(*(as_struct(atom.aval) for atom in eqn.invars))
     assert not closed.consts, closed
     assert not any(each.primitive.name in INLINED for each in closed.jaxpr.eqns), closed
     env: dict[Var, Atom] = dict(zip(closed.jaxpr.invars, eqn.invars, strict=True))

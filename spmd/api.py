@@ -18,7 +18,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from collectives.jax_compat import Tracer, is_concrete, trace_context, under_make_jaxpr
+from collectives.jax_compat import Tracer, as_struct, is_concrete, trace_context, under_make_jaxpr
 from placements import Layout, Mesh, P, PlacementError, plan_steps
 from placements.mesh import Coordinate
 from spmd.array import DArray, aval_in_trace, shards_of
@@ -27,7 +27,6 @@ from spmd.errors import ArgumentError, FallbackError, PlacementWarning, Transfor
 from spmd.execute import Executable, Ranks
 from spmd.indices import with_known_indices
 from spmd.joins import without_joins
-from spmd.lower import as_struct
 from spmd.plan import item_sizes
 from spmd.prefix import PlacedLeaf, place_leaves
 from spmd.program import Program

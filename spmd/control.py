@@ -58,7 +58,7 @@ class _Loop:
         first: int,
         apart: tuple[str, ...] = (),
     ) -> None:
-        self.planner, self.eqn, self.init, self.count, self.body, self.first = planner, eqn, init, count, body, first
+        self.planner, self.eqn, self.init, self.count = planner, eqn, init, count
         self.apart, self.sums = apart, [_sum_of(body, first + index, index) for index in range(len(init))]
 
     def choose(self, plan: Callable[..., Plan]) -> Layouts:

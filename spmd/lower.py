@@ -106,12 +106,7 @@ def local_jaxpr(plan: Plan, coordinate: Coordinate) -> Any:
         place = Place(mesh, coordinate, values[: len(index)])
         return evaluate(plan, place, values[len(index) :])
 
-    return jax.make_jaxpr(run)(*map(as_struct, (*index, *shards)))
-
-
-def as_struct(aval: Any) -> jax.ShapeDtypeStruct:
-    """An aval as an argument of `make_jaxpr`, weak type kept."""
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+    return jax.make_jaxpr(run)(*map(jax_compat.as_struct, (*index, *shards)))
 
 
 def evaluate(plan: Plan, place: Place, shards: Sequence[Any]) -> list[Any]:

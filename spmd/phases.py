@@ -109,7 +109,7 @@ def _chosen(planner: Planner, eqn: JaxprEqn) -> list[PlannedEqn] | None:
     layout = planner.settled(eqn.invars[0])
     if not layout.dims[eqn.params["axes"][0]] or eqn.invars[0].aval.dtype == jnp.bool_:
         return None
-    return [planned for each in planner.instead(eqn, _place_of) for planned in planner.plan_eqn(each)]
+    return planner.instead(eqn, _place_of)
 
 
 def _fourier(planner: Planner, eqn: JaxprEqn) -> list[PlannedEqn] | None:
@@ -135,8 +135,7 @@ def _fourier(planner: Planner, eqn: JaxprEqn) -> list[PlannedEqn] | None:
             value = lax.transpose(found, [*range(dim), last, *range(dim, last)])
         return value
 
-    made = planner.instead(eqn, lambda eqn: inline_function(by_dims, eqn))
-    return [planned for each in made for planned in planner.plan_eqn(each)]
+    return planner.instead(eqn, lambda eqn: inline_function(by_dims, eqn))
 
 
 def _largest(planner: Planner, eqn: JaxprEqn) -> list[PlannedEqn] | None:
@@ -163,8 +162,7 @@ def _largest(planner: Planner, eqn: JaxprEqn) -> list[PlannedEqn] | None:
         ones, mode = (1,) * len(shape), lax.GatherScatterMode.PROMISE_IN_BOUNDS
         return values, lax.gather(lax.reshape(places, few), lax.expand_dims(at, [len(shape)]), numbers, ones, mode=mode)
 
-    made = planner.instead(eqn, lambda eqn: inline_function(in_turn, eqn))
-    return [planned for each in made for planned in planner.plan_eqn(each)]
+    return planner.instead(eqn, lambda eqn: inline_function(in_turn, eqn))
 
 
 def _least(dtype: Any) -> Any:

@@ -308,8 +308,8 @@ class Planner:
             )
         return bodies[key]
 
-    def instead(self, eqn: JaxprEqn, make: Callable[[JaxprEqn], list[JaxprEqn]]) -> list[JaxprEqn]:
-        """Equations that are planned in place of one: the same in every round."""
+    def instead(self, eqn: JaxprEqn, make: Callable[[JaxprEqn], list[JaxprEqn]]) -> list[PlannedEqn]:
+        """Plan other equations in place of one: the same in every round."""
         made = self.problem.instead.setdefault(id(eqn), [])
         if not made:
             made += make(eqn)
@@ -318,7 +318,7 @@ class Planner:
             for atom in each.invars:
                 if not isinstance(atom, Literal):
                     self.uses.setdefault(atom, []).append(each)
-        return made
+        return [planned for each in made for planned in self.plan_eqn(each)]
 
     def plan_eqn(self, eqn: JaxprEqn) -> list[PlannedEqn]:
         """Decide one equation, and record the moves of its operands. It may be planned as several."""
