@@ -70,13 +70,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip the slow tests without `--all`; of the value cases keep the part that SPMD_TEST_PART=i/k names."""
-    part, _, parts = os.environ.get("SPMD_TEST_PART", "").partition("/")
-    if parts:
+    """Skip the slow tests without `--all`; of the files that SPMD_TEST_PART="file=i/k ..." names keep the i-th of k parts."""
+    for each in os.environ.get("SPMD_TEST_PART", "").split():
+        file, _, fraction = each.partition("=")
+        part, _, parts = fraction.partition("/")
         items[:] = [
             item
             for item in items
-            if "test_cases" not in item.nodeid or zlib.crc32(item.nodeid.encode()) % int(parts) == int(part)
+            if f"{file}.py" not in item.nodeid or zlib.crc32(item.nodeid.encode()) % int(parts) == int(part)
         ]
     if not config.getoption("--all"):
         for item in items:

@@ -52,8 +52,8 @@ def test_a_function_is_one_step() -> None:
     args = [signed(5, 3, 4), signed(4, 6)]
     for placements in ((P(a=S(0)), P()), (P(a=S(1)), P()), (P(a=S(2)), P(a=S(0))), (P(), P(a=S(1)))):
         agree(mixed, args, placements, SOME[1:2], fallback="error")
-    agree(normalised, [signed(5, 4)], [P(a=S(0))], SOME[1:], fallback="error", compiled=True)
-    agree(highest, [signed(5, 4)], [P(a=S(0))], SOME[1:], fallback="error", gradient=False)
+    agree(normalised, [signed(5, 4)], [P(a=S(0))], SOME[1:2], fallback="error", compiled=True)
+    agree(highest, [signed(5, 4)], [P(a=S(0))], SOME[2:], fallback="error", gradient=False)
     agree(
         lambda x, w: lax.fori_loop(0, 2, lambda i, y: mixed(y, w), x),
         [args[0], signed(4, 4)],
