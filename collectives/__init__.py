@@ -1,4 +1,4 @@
-"""Collectives: the communicator contract, the primitives that stand for them in a local program, the simulator's side.
+"""Collectives: functions for local-view code, the communicator contract, the primitives of local programs, the simulator.
 
 Needs numpy and JAX alone. Back ends for real processes live in modules of their own. Importing this package narrows the core
 affinity and makes dispatch synchronous where a launcher announced several processes: see `launch`.
@@ -15,6 +15,24 @@ from collectives.errors import (
     PeerLeft,
     TransportError,
 )
+from collectives.functions import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    axis_index,
+    axis_size,
+    broadcast,
+    gather,
+    halo_exchange,
+    permute,
+    ragged_all_to_all,
+    reduce,
+    reduce_scatter,
+    scatter,
+    send_recv,
+    shift,
+    vary,
+)
 from collectives.launch import prepare_process
 from collectives.process import world
 
@@ -28,6 +46,22 @@ __all__ = [
     "InvalidCollective",
     "PeerLeft",
     "TransportError",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "axis_index",
+    "axis_size",
+    "broadcast",
+    "gather",
+    "halo_exchange",
+    "permute",
+    "ragged_all_to_all",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send_recv",
+    "shift",
+    "vary",
     "world",
 ]
 

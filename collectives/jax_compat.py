@@ -31,7 +31,6 @@ from jax.interpreters import mlir
 
 Primitive = jax.extend.core.Primitive
 Literal = jax.extend.core.Literal
-jaxpr_as_fun = jax.extend.core.jaxpr_as_fun
 ShapedArray = jax.core.ShapedArray
 Tracer = jax.core.Tracer
 Atom = Any  # Var | Literal
@@ -54,6 +53,71 @@ INLINED: Final = {
     "checkpoint": "jaxpr",
 }
 """Call primitives whose bodies are planned in place: name to the parameter that holds the body."""
+
+
+def abstract_mesh(axes: Sequence[tuple[str, int]]) -> Any:
+    """JAX's mesh of these axes, without devices, for `jax.shard_map`."""
+    names, sizes = tuple(name for name, _ in axes), tuple(size for _, size in axes)
+    return jax.sharding.AbstractMesh(sizes, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
+
+
+def local_axes() -> dict[str, int]:
+    """The axes of the local function that is being traced (`jax.shard_map`), with their sizes, in the order of the mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {name: mesh.shape[name] for name in mesh.axis_names if name in mesh.manual_axes}
+
+
+def varying_axes(value: Any) -> frozenset[str]:
+    """The axes of a local function over which a value, or an aval, may differ from rank to rank."""
+    kind = getattr(value if isinstance(value, ShapedArray) else jax.typeof(value), "manual_axis_type", None)
+    return frozenset() if kind is None else frozenset(kind.varying)
+
+
+def _typed_over(aval: Any, axes: frozenset[str]) -> Any:
+    """An aval that differs over these axes of a local function."""
+    return aval.update(manual_axis_type=aval.manual_axis_type.update(varying=axes))
+
+
+def plain_equation(eqn: JaxprEqn) -> JaxprEqn:
+    """An equation without what JAX notes of the mesh: shardings of its own, and the axes that it names."""
+    effects = {effect for effect in eqn.effects if type(effect).__name__ != "NamedAxisEffect"}
+    is_noted = eqn.primitive.name != "sharding_constraint"
+    params = {
+        key: None if is_noted and isinstance(value, jax.sharding.NamedSharding) else value
+        for key, value in eqn.params.items()
+    }
+    return eqn.replace(params=params, effects=effects)
+
+
+def plain_aval(aval: Any) -> Any:
+    """An aval without what JAX notes of the mesh."""
+    return ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type) if type(aval) is ShapedArray else aval
+
+
+def local_primitive(name: str, transpose: Callable[..., list[Any]] | None, varies: bool) -> Primitive:
+    """A collective for local functions: of any number of operands as many results, of their shapes.
+
+    Operands vary over the parameter `axes`, results do if `varies`. `transpose(cotangents, **params)` makes it linear; without
+    it there is no derivative. Batches pass.
+    """
+    made = Primitive(name)
+    made.multiple_results = True
+
+    def abstract(*avals: Any, axes: tuple[str, ...], **params: Any) -> list[Any]:
+        return [_typed_over(a, varying_axes(a) | set(axes) if varies else varying_axes(a) - set(axes)) for a in avals]
+
+    def backward(cotangents: Any, *operands: Any, **params: Any) -> list[Any]:
+        assert transpose is not None
+        return transpose([ad.instantiate_zeros(each) for each in cotangents], **params)
+
+    def batch(operands: Any, dims: Any, **params: Any) -> Any:
+        return made.bind(*operands, **params), dims
+
+    made.def_abstract_eval(abstract)
+    batching.primitive_batchers[made] = batch
+    if transpose is not None:
+        ad.deflinear2(made, backward)
+    return made
 
 
 def as_struct(aval: Any) -> jax.ShapeDtypeStruct:

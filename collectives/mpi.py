@@ -29,7 +29,7 @@ from collectives.mpi_transfers import (
     TYPES,
     Prepared,
 )
-from collectives.watch import ends_job, wait
+from collectives.watch import end, ends_job, wait
 from collectives.wire import Transfer, arrange
 from placements.intervals import Bounds
 
@@ -236,6 +236,7 @@ def connect(launch: Launch) -> MpiCommunicator:
 
 def abort(status: int) -> None:
     """End the job, every process of it."""
+    end()
     sys.stdout.flush()
     sys.stderr.flush()
     time.sleep(0.3)  # launchers drop what they have not forwarded when a job is aborted

@@ -132,16 +132,23 @@ def group_arguments(name: str, members: list[Coordinate], params: Arguments) -> 
     return TABLE[name].arguments(members, params)
 
 
-def simulate(name: str, buffers: tuple[jax.Array, ...], params: Arguments) -> tuple[jax.Array, ...]:
+def simulate(
+    name: str, buffers: tuple[jax.Array, ...], params: Arguments, positions: Sequence[int] | None = None
+) -> tuple[jax.Array, ...]:
     """The result at every position of the mesh, from the buffers at every position in row-major order.
 
-    `out_sizes` is ignored: the group's own sizes decide.
+    `positions`: those of the buffers, if they are not all; groups are among them whole. `out_sizes` is ignored: the group's own
+    sizes decide.
     """
     mesh: Mesh = params["mesh"]
+    index = {position: at for at, position in enumerate(range(mesh.size) if positions is None else positions)}
     out: list[Any] = [None] * len(buffers)
     for group in group_positions(mesh, params["axes"]):
+        if group[0] not in index:
+            continue
         members = [mesh.coordinate_at(position) for position in group]
-        results = GROUP[name]([buffers[position] for position in group], **group_arguments(name, members, params))
+        values = [buffers[index[position]] for position in group]
+        results = GROUP[name](values, **group_arguments(name, members, params))
         for position, result in zip(group, results, strict=True):
-            out[position] = result
+            out[index[position]] = result
     return tuple(out)

@@ -84,12 +84,10 @@ def join(parts: Sequence[Arranged]) -> Joined:
         return Joined(parts[0].buffer, first, lambda x: [parts[0].result(x)])
     transfers = [part.transfer for part in parts]
     assert len({(t.kind, t.dtype, t.op, t.root) for t in transfers}) == 1, "transfers of several kinds in one message"
+    if first.kind == "exchange":
+        return _join_exchanges(parts)
     sends = [t.sends if t.sends else t.counts if t.kind == "reduce_scatter" else (t.items_in,) for t in transfers]
     counts = [(t.items_out,) if t.kind == "reduce_scatter" else t.counts or (t.items_out,) for t in transfers]
-    starts_in, starts_out = (
-        np.cumsum([0, *lengths[:-1]]).tolist()
-        for lengths in ([t.items_in for t in transfers], [t.items_out for t in transfers])
-    )
     transfer = Transfer(
         first.kind,
         first.dtype,
@@ -101,8 +99,6 @@ def join(parts: Sequence[Arranged]) -> Joined:
         total=sum(t.total for t in transfers),
         some_empty=any(t.some_empty for t in transfers),
         root=first.root,
-        outgoing=_shifted([t.outgoing for t in transfers], starts_in),
-        incoming=_shifted([t.incoming for t in transfers], starts_out),
     )
     pieces = _by_member([part.buffer for part in parts], sends)
     buffer = _xp(pieces[0]).concatenate(pieces)
@@ -117,12 +113,49 @@ def _sum(columns: list[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(map(sum, zip(*columns, strict=True)))
 
 
-def _shifted(pieces: list[tuple[Piece, ...]], starts: list[int]) -> tuple[Piece, ...]:
-    return tuple(
-        Piece(piece.member, piece.start + start, piece.count)
-        for each, start in zip(pieces, starts, strict=True)
-        for piece in each
+def _join_exchanges(parts: Sequence[Arranged]) -> Joined:
+    """What goes to one member lies together, so that it is one message; so does what comes from one."""
+    outgoing, incoming = (
+        sorted(
+            ((piece, index) for index, part in enumerate(parts) for piece in getattr(part.transfer, name)),
+            key=lambda pair: pair[0].member,
+        )
+        for name in ("outgoing", "incoming")
     )
+    buffers = [parts[index].buffer[piece.start : piece.start + piece.count] for piece, index in outgoing]
+    buffer = _xp(parts[0].buffer).concatenate(buffers) if buffers else parts[0].buffer[:0]
+    sent, received = (_runs_of([piece for piece, _ in pairs]) for pairs in (outgoing, incoming))
+    items_in, items_out = (sum(piece.count for piece in pieces) for pieces in (sent, received))
+    transfer = Transfer("exchange", parts[0].transfer.dtype, items_in, items_out, outgoing=sent, incoming=received)
+
+    def results(flat: Any) -> list[Any]:
+        found: list[list[tuple[int, Any]]] = [[] for _ in parts]
+        at = 0
+        for piece, index in incoming:
+            found[index].append((piece.start, flat[at : at + piece.count]))
+            at += piece.count
+        return [part.result(_in_order(pieces, flat)) for part, pieces in zip(parts, found, strict=True)]
+
+    return Joined(buffer, transfer, results)
+
+
+def _runs_of(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    """Pieces laid one after the other, those of one member as one."""
+    runs: list[Piece] = []
+    at = 0
+    for piece in pieces:
+        if runs and runs[-1].member == piece.member:
+            runs[-1] = Piece(piece.member, runs[-1].start, runs[-1].count + piece.count)
+        else:
+            runs.append(Piece(piece.member, at, piece.count))
+        at += piece.count
+    return tuple(runs)
+
+
+def _in_order(pieces: list[tuple[int, Any]], flat: Any) -> Any:
+    """What was received for one part, as it expects it: by where each piece starts."""
+    ordered = [piece for _, piece in sorted(pieces, key=lambda pair: pair[0])]
+    return ordered[0] if len(ordered) == 1 else _xp(flat).concatenate(ordered) if ordered else flat[:0]
 
 
 def _by_member(buffers: list[Any], lengths: list[tuple[int, ...]]) -> list[Any]:
@@ -321,11 +354,13 @@ def _permute(array: Any, rank: int, size: int, *, pairs: Sequence[tuple[int, int
     shape, count = array.shape, math.prod(array.shape)
     outgoing = tuple(Piece(destination, 0, count) for source, destination in pairs if source == rank)
     incoming = tuple(Piece(source, 0, count) for source, destination in pairs if destination == rank)
-    transfer = Transfer("exchange", np.dtype(items.dtype), count, count, outgoing=outgoing, incoming=incoming)
-    received = bool(incoming)
-    return Arranged(
-        _flat(items), transfer, lambda x: back(x.reshape(shape) if received else _xp(x).zeros_like(x).reshape(shape))
-    )
+    sent, received = count * bool(outgoing), count * bool(incoming)
+    transfer = Transfer("exchange", np.dtype(items.dtype), sent, received, outgoing=outgoing, incoming=incoming)
+
+    def result(buffer: Any) -> Any:
+        return back(buffer.reshape(shape) if incoming else _xp(buffer).zeros(shape, items.dtype))
+
+    return Arranged(_flat(items)[:sent], transfer, result)
 
 
 ARRANGE: Final[dict[str, Callable[..., Arranged]]] = {

@@ -32,6 +32,7 @@ from spmd.errors import (
 )
 from spmd.extend import register_rule, rule
 from spmd.factories import arange, distribute, from_callback, from_local, full, ones, zeros
+from spmd.local_functions import shard_map
 from spmd.prefix import placements_like
 from spmd.program import Program
 from spmd.trace import constrain
@@ -68,6 +69,7 @@ __all__ = [
     "register_rule",
     "rule",
     "set_mesh",
+    "shard_map",
     "use_mesh",
     "value_and_grad",
     "vjp",

@@ -18,17 +18,18 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from collectives.jax_compat import Tracer, as_struct, is_concrete, trace_context, under_make_jaxpr
+from collectives.jax_compat import Tracer, as_struct, is_concrete, local_axes, trace_context, under_make_jaxpr
 from placements import Layout, Mesh, P, PlacementError, plan_steps
 from placements.mesh import Coordinate
 from spmd.array import DArray, aval_in_trace, shards_of
 from spmd.current import current_mesh, kind_name
+from spmd.effects import CALLBACKS
 from spmd.errors import ArgumentError, FallbackError, PlacementWarning, TransformationError
 from spmd.execute import Executable, Ranks
 from spmd.indices import with_known_indices
 from spmd.joins import without_joins
 from spmd.plan import item_sizes
-from spmd.prefix import PlacedLeaf, place_leaves
+from spmd.prefix import PlacedLeaf, is_leaf, place_leaves
 from spmd.program import Program
 from spmd.propagate import plan
 from spmd.signature import Signature, read_signature
@@ -157,9 +158,11 @@ class SpmdFunction:
         try:
             return jax.typeof(value)
         except TypeError:
+            hint = "Name its parameter in static_argnames if the function is to be traced for its value."
+            if not path.isidentifier():
+                hint = "Pass the arrays of the tree alone, and close over the rest (equinox.partition, flax.nnx.split)."
             raise ArgumentError(
-                f"{self.signature.name}: argument {path} is a {_described(value)}, which is no array. "
-                "Name its parameter in static_argnames if the function is to be traced for its value."
+                f"{self.signature.name}: argument {path} is a {_described(value)}, which is no array. {hint}"
             ) from None
 
     def _describe(self, bound: inspect.BoundArguments) -> tuple[list[PlacedLeaf], Hashable, Mesh]:
@@ -180,8 +183,11 @@ class SpmdFunction:
             key = (mesh, tuple(structure), kinds, trace_context())
             hash(key)
         except TypeError:
-            names = ", ".join(sorted(self.signature.statics))
-            raise ArgumentError(f"{self.signature.name}: a static argument ({names}) is not hashable.") from None
+            statics = {name: value for name, value in bound.arguments.items() if name in self.signature.statics}
+            found = [f"{name}, a {kind_name(value)}" for name, value in statics.items() if not _is_hashable(value)]
+            raise ArgumentError(
+                f"{self.signature.name}: a static argument is not hashable: {'; '.join(found)}."
+            ) from None
         return leaves, key, mesh
 
     def _mesh(self, leaves: list[PlacedLeaf]) -> Mesh:
@@ -189,8 +195,7 @@ class SpmdFunction:
         mesh = self.options.mesh or current_mesh() or next((leaf.value.mesh for leaf in arrays), None)
         if mesh is None:
             raise ArgumentError(
-                f"{self.signature.name}: no mesh. Decorate with spmd.jit(mesh=...), enter `with spmd.use_mesh(mesh):`, or "
-                "pass a DArray."
+                f"{self.signature.name}: no mesh. State mesh=..., enter `with spmd.use_mesh(mesh):`, or pass a DArray."
             )
         for leaf in arrays:
             if leaf.value.mesh != mesh:
@@ -307,9 +312,18 @@ class SpmdFunction:
         if not program.fallbacks or self.options.fallback == "allow":
             return
         listed = "\n".join(f"  {fallback}" for fallback in program.fallbacks)
+        names = {fallback.primitive for fallback in program.fallbacks}
+        parts = []
+        if not names <= set(CALLBACKS):
+            parts.append(
+                "operations without a rule need whole operands; a rule of your own is spmd.rule or spmd.register_rule"
+            )
+        if names & set(CALLBACKS):
+            parts.append(
+                "callbacks see whole values; give them what is small, or whole already: spmd.constrain(x, P())"
+            )
         message = (
-            f"{self.signature.name}: operations without a rule need whole operands on every rank:\n{listed}\n"
-            'Allow this with spmd.jit(..., fallback="allow"), or give a rule: spmd.rule, spmd.register_rule.'
+            f'{self.signature.name}: {"; ".join(parts)}:\n{listed}\nAllow this with spmd.jit(..., fallback="allow").'
         )
         if self.options.fallback == "error":
             raise FallbackError(message)
@@ -342,6 +356,7 @@ class SpmdFunction:
                 "A function and those that it calls are on one mesh."
             )
         bound = self.signature.bind(args, kwargs)
+        self._check_view()
         for name, value in bound.arguments.items():
             if name not in self.signature.statics:
                 what = f"{self.signature.name}: the placements of argument {name!r}"
@@ -349,6 +364,20 @@ class SpmdFunction:
         result = self.function(*bound.args, **bound.kwargs)
         what = f"{self.signature.name}: the placements of the result"
         return _constrained(result, self.signature.result, what, "result")
+
+    def _check_view(self) -> None:
+        """Raise where arguments would be placed along an axis of which the caller has a shard already."""
+        stated = jax.tree.leaves([*self.signature.stated.values(), self.signature.result], is_leaf=is_leaf)
+        axes = {
+            axis for leaf in stated if isinstance(leaf, P) for axis, placement in leaf.named if placement is not None
+        }
+        local = [axis for axis in local_axes() if axis in axes]
+        if local:
+            over = ", ".join(local)
+            raise TransformationError(
+                f"{self.signature.name} is decorated for whole arrays along {over}, and called in a local function over "
+                f"{over}, whose arguments are shards: call the undecorated function there."
+            )
 
 
 class BoundFunction(functools.partial[Any]):
@@ -371,6 +400,14 @@ def _constrained(tree: Any, prefix: Any, what: str, name: str) -> Any:
         except PlacementError as error:
             raise type(error)(f"{what}: {leaf.path} of shape {leaf.aval.shape}: {error}") from error
     return jax.tree.unflatten(treedef, found)
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _described(value: Any) -> str:

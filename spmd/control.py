@@ -190,9 +190,8 @@ def _led_from(carry: Atom, eqns: Sequence[JaxprEqn]) -> set[int]:
 def _common(planner: Planner, atom: Atom, bodies: Sequence[Plan]) -> tuple[Move, ...]:
     """What makes a predicate the same on all ranks, bit for bit, where it decides on collectives: a broadcast over the axes
     that the bodies communicate over. Nothing where it follows from integers, or where they do not communicate."""
-    steps = [step for body in bodies for each in body.moves() for step in each.move.steps if step.communicates]
-    used = dict.fromkeys(axis for step in steps for axis in step.axes)
-    axes = tuple(axis for axis in planner.axes if axis in used)
+    used = {axis for body in bodies for axis in body.axes_used()}
+    axes = tuple(axis for axis, size in planner.mesh.axes if size > 1 and axis in used)
     if not axes or atom in planner.problem.exact:
         return ()
     layout = Layout.replicated(planner.mesh, 0)
@@ -295,8 +294,10 @@ def _can_run_apart(body: Plan, axes: tuple[str, ...], length: int) -> bool:
     layouts = (layout for plan in body.flat() for each in plan.eqns for layout in (*each.operands, *each.results))
     used = {axis for layout in (*layouts, *(move.target for move in moves)) for axis in layout.axes}
     used.update(axis for move in moves for step in move.steps for axis in step.axes)
+    used.update(axis for plan in body.flat() for each in plan.eqns for axis in each.eqn.params.get("local", ()))
+    used.update(body.axes_used())
     is_even = length % body.mesh.group_size(axes) == 0
-    return used.isdisjoint(axes) and (is_even or not any(move.communicates for move in moves))
+    return used.isdisjoint(axes) and (is_even or not body.axes_used())
 
 
 def _scattered(planner: Planner, layout: Layout, atom: Atom, wish: Layout | None) -> Layout | None:
@@ -362,9 +363,30 @@ def _plan_cond(planner: Planner, eqn: JaxprEqn) -> PlannedEqn:
     return dataclasses.replace(planned, moves=(*planned.moves, *common))
 
 
+def _plan_local(planner: Planner, eqn: JaxprEqn) -> PlannedEqn:
+    """A local function: operands and results are sharded as stated over the local axes, and as they are over the others, which
+    come after: along them its body is planned like any."""
+    (body,), local = eqn.params["bodies"], eqn.params["local"]
+    inside = [_without(planner.settled(atom), local) for atom in eqn.invars]
+    operands = tuple(map(_outside, eqn.params["in_dims"], inside))
+    found = planner.body(body, inside, [None] * len(eqn.outvars), local=local)
+    results = tuple(map(_outside, eqn.params["out_dims"], found.departures))
+    return _finish(planner, eqn, operands, results, [found], 1)
+
+
+def _outside(local: tuple[tuple[str, ...], ...], layout: Layout) -> Layout:
+    """The layout around a local function: its axes are major in every dim."""
+    sizes = layout.mesh.shape
+    dims = tuple(
+        (*(axis for axis in own if sizes[axis] > 1), *axes) for own, axes in zip(local, layout.dims, strict=True)
+    )
+    return Layout(layout.mesh, dims).with_partial(layout.partial)
+
+
 CONTROL: Final[dict[str, Callable[[Planner, JaxprEqn], PlannedEqn]]] = {
     "cond": _plan_cond,
     "scan": _plan_scan,
+    "shard_map": _plan_local,
     "while": _plan_while,
 }
 """Equations with bodies, by the name of their primitive."""

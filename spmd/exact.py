@@ -64,6 +64,9 @@ def _flows(eqn: JaxprEqn) -> Iterator[Flow]:
         yield from _pairs(body.outputs, condition.inputs[of_condition:])
         yield from _pairs(body.outputs, eqn.outvars)
         yield tuple(condition.outputs), (*body.inputs[of_body:], *condition.inputs[of_condition:], *eqn.outvars)
+    elif eqn.primitive.name == "shard_map":
+        yield from _pairs(eqn.invars, bodies[0].inputs)
+        yield from _pairs(bodies[0].outputs, eqn.outvars)
     else:
         for body in bodies:
             yield from _pairs(eqn.invars[1:], body.inputs)

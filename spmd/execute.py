@@ -28,12 +28,17 @@ from jax import lax
 
 from collectives import ffi, jax_compat, primitives, process
 from collectives.jax_compat import Literal
+from collectives.watch import check_end
 from placements import Mesh
+from placements.mesh import group_positions
 from spmd.lower import literal_value
 from spmd.program import Message, Program
 
 Ranks = tuple[Any, ...]
 """One value on every rank that this process holds: one array per position of the mesh; on a real rank one in all."""
+
+Positions = Sequence[int]
+"""The places in the mesh, row-major, of the ranks that are simulated side by side."""
 
 Memo = dict[tuple[int, ...], tuple[list[Any], list[Any]]]
 """Equation and operands, by identity, to results; the operands are kept, so that an identity stays theirs."""
@@ -50,11 +55,11 @@ def simulate(program: Program, inputs: Sequence[Ranks]) -> list[Ranks]:
     for position, coordinate in enumerate(mesh.coordinates()):
         values = [*(numbers[i] for i in coordinate), *(value[position] for value in inputs)]
         walks.append(_walk(program.jaxpr(coordinate), values, memo))
-    return [tuple(column) for column in zip(*_together(walks, memo), strict=True)]
+    return [tuple(column) for column in zip(*_together(walks, memo, range(mesh.size)), strict=True)]
 
 
-def _together(walks: list[Walk], memo: Memo) -> list[list[Any]]:
-    """Let all ranks walk from collective to collective: what each returns."""
+def _together(walks: list[Walk], memo: Memo, positions: Positions) -> list[list[Any]]:
+    """Let the ranks at these positions walk from collective to collective: what each returns."""
     results: Sequence[Any] = [None] * len(walks)
     while True:
         memo.clear()
@@ -71,22 +76,38 @@ def _together(walks: list[Walk], memo: Memo) -> list[list[Any]]:
         assert all(eqn.primitive is eqns[0].primitive for eqn in eqns), "the ranks have different collectives"
         name = primitives.BY_PRIMITIVE.get(eqns[0].primitive)
         if name is None:
-            results = SIMULATED_CONTROL[eqns[0].primitive.name](eqns, operands)
+            results = SIMULATED_CONTROL[eqns[0].primitive.name](eqns, operands, positions)
         else:
             columns = [
-                primitives.simulate(name, tuple(jnp.asarray(value) for value in column), params)
+                primitives.simulate(name, tuple(jnp.asarray(value) for value in column), params, positions)
                 for column, params in zip(zip(*operands, strict=True), primitives.parameters(eqns[0]), strict=True)
             ]
             results = [list(row) for row in zip(*columns, strict=True)]
 
 
-def _bodies(closed: Sequence[Any], inputs: Sequence[list[Any]]) -> list[list[Any]]:
+def _bodies(closed: Sequence[Any], inputs: Sequence[list[Any]], positions: Positions) -> list[list[Any]]:
     """One body on every rank, side by side: what each rank returns."""
     memo: Memo = {}
-    return _together([_walk(body, values, memo) for body, values in zip(closed, inputs, strict=True)], memo)
+    walks = [_walk(body, values, memo) for body, values in zip(closed, inputs, strict=True)]
+    return _together(walks, memo, positions)
 
 
-def _simulate_scan(eqns: list[Any], operands: list[list[Any]]) -> list[list[Any]]:
+def _deciding(eqns: list[Any], positions: Positions) -> list[list[int]]:
+    """The ranks, by index, that decide together on a loop or branch: those that communicate in it. Others may decide otherwise:
+    in iterations of their own, or in a local function."""
+    found = [each.params for each in collectives_in(eqns[:1])]
+    mesh = found[0]["mesh"]
+    axes = tuple(axis for axis in mesh.axis_names if any(axis in params["axes"] for params in found))
+    index = {position: at for at, position in enumerate(positions)}
+    return [[index[position] for position in group] for group in group_positions(mesh, axes) if group[0] in index]
+
+
+def _chosen(at: Sequence[int], *rows: Sequence[Any]) -> list[list[Any]]:
+    """Of every sequence what belongs to some ranks."""
+    return [[row[index] for index in at] for row in rows]
+
+
+def _simulate_scan(eqns: list[Any], operands: list[list[Any]], positions: Positions) -> list[list[Any]]:
     """Ranks of several shape classes may have different numbers of constants and carries: a carry that one of them does not
     change is a constant there."""
     params = eqns[0].params
@@ -95,7 +116,7 @@ def _simulate_scan(eqns: list[Any], operands: list[list[Any]]) -> list[list[Any]
     constants = [values[:first] for values, (first, _) in zip(operands, counts, strict=True)]
 
     def step(carries: list[list[Any]], rows: list[list[Any]]) -> tuple[list[list[Any]], list[list[Any]]]:
-        made = _bodies(bodies, [[*c, *k, *x] for c, k, x in zip(constants, carries, rows, strict=True)])
+        made = _bodies(bodies, [[*c, *k, *x] for c, k, x in zip(constants, carries, rows, strict=True)], positions)
         pairs = list(zip(made, counts, strict=True))
         return [values[:carried] for values, (_, carried) in pairs], [
             values[carried:] for values, (_, carried) in pairs
@@ -107,35 +128,50 @@ def _simulate_scan(eqns: list[Any], operands: list[list[Any]]) -> list[list[Any]
     return [[*carry, *ys] for carry, ys in zip(carries, stacked, strict=True)]
 
 
-def _simulate_while(eqns: list[Any], operands: list[list[Any]]) -> list[list[Any]]:
-    """The predicate is the same on all ranks: that of the first decides."""
+def _simulate_while(eqns: list[Any], operands: list[list[Any]], positions: Positions) -> list[list[Any]]:
+    """A loop of its own for all ranks that decide together, as the first of them does."""
+    results: dict[int, list[Any]] = {}
+    for group in _deciding(eqns, positions):
+        chosen = _chosen(group, eqns, operands, positions)
+        results.update(zip(group, _while_together(*chosen), strict=True))
+    return [results[at] for at in range(len(eqns))]
+
+
+def _while_together(eqns: list[Any], operands: list[list[Any]], positions: Positions) -> list[list[Any]]:
     firsts = [eqn.params["cond_nconsts"] for eqn in eqns]
     seconds = [first + eqn.params["body_nconsts"] for eqn, first in zip(eqns, firsts, strict=True)]
     conditions, bodies = ([eqn.params[name] for eqn in eqns] for name in ("cond_jaxpr", "body_jaxpr"))
 
     def proceed(carries: list[list[Any]]) -> Any:
         inputs = [[*values[:at], *carry] for values, at, carry in zip(operands, firsts, carries, strict=True)]
-        return _bodies(conditions, inputs)[0][0]
+        return _bodies(conditions, inputs, positions)[0][0]
 
     def step(carries: list[list[Any]]) -> list[list[Any]]:
         rows = zip(operands, firsts, seconds, carries, strict=True)
         inputs = [[*values[first:second], *carry] for values, first, second, carry in rows]
-        return _bodies(bodies, inputs)
+        return _bodies(bodies, inputs, positions)
 
     return lax.while_loop(proceed, step, [values[at:] for values, at in zip(operands, seconds, strict=True)])
 
 
-def _simulate_cond(eqns: list[Any], operands: list[list[Any]]) -> list[list[Any]]:
-    """The index is the same on all ranks: that of the first decides."""
+def _simulate_cond(eqns: list[Any], operands: list[list[Any]], positions: Positions) -> list[list[Any]]:
+    """A branch of their own for all ranks that decide together, as the first of them does."""
+    results: dict[int, list[Any]] = {}
+    for group in _deciding(eqns, positions):
+        chosen = _chosen(group, eqns, operands, positions)
+        results.update(zip(group, _cond_together(*chosen), strict=True))
+    return [results[at] for at in range(len(eqns))]
 
+
+def _cond_together(eqns: list[Any], operands: list[list[Any]], positions: Positions) -> list[list[Any]]:
     def branch(at: int) -> Callable[[list[list[Any]]], list[list[Any]]]:
-        return lambda inputs: _bodies([eqn.params["branches"][at] for eqn in eqns], inputs)
+        return lambda inputs: _bodies([eqn.params["branches"][at] for eqn in eqns], inputs, positions)
 
     branches = [branch(at) for at in range(len(eqns[0].params["branches"]))]
     return lax.switch(jnp.asarray(operands[0][0], jnp.int32), branches, [values[1:] for values in operands])
 
 
-SIMULATED_CONTROL: Final[dict[str, Callable[[list[Any], list[list[Any]]], list[list[Any]]]]] = {
+SIMULATED_CONTROL: Final[dict[str, Callable[[list[Any], list[list[Any]], Positions], list[list[Any]]]]] = {
     "cond": _simulate_cond,
     "scan": _simulate_scan,
     "while": _simulate_while,
@@ -156,6 +192,8 @@ def _walk(closed: Any, inputs: list[Any], memo: Memo) -> Walk:
         operands = [read(atom) for atom in eqn.invars]
         if communicates(eqn):
             results = yield eqn, operands
+        elif eqn.effects:  # on every rank that comes to it
+            results = jax_compat.bind(eqn, operands, eqn.params)
         else:
             key = (
                 id(eqn),
@@ -282,6 +320,7 @@ class LocalExecutable:
             for shard in shards:  # else XLA would run the program on another thread, and return before it has
                 shard.block_until_ready()
             here.token, *results = self.compiled(here.token, *self.index, *shards)
+            check_end()
         except BaseException as error:
             cause = ffi.take_failure()
             here.poison = error if cause is None else cause

@@ -21,6 +21,7 @@ from jax import lax
 from collectives.jax_compat import JaxprEqn, Primitive, function_primitive
 from collectives.simulated import identity
 from placements.placement import REDUCTIONS
+from spmd.effects import CALLBACKS
 from spmd.errors import RuleError
 from spmd.factors import LINEAR, Passes, Rule, check_shape
 from spmd.rules import OTHERWISE, REGISTERED, RULES, Maker
@@ -46,6 +47,8 @@ def register_rule(primitive: Primitive, maker: Maker, *, replace: bool = False) 
         )
     if primitive.name in OTHERWISE:
         raise RuleError(f"register_rule: {primitive.name} takes no rule: {OTHERWISE[primitive.name]}.")
+    if primitive.name in CALLBACKS:
+        raise RuleError(f"register_rule: {primitive.name} takes no rule: its effect happens once, with whole values.")
     if (primitive in RULES or primitive in REGISTERED) and not replace:
         raise RuleError(f"register_rule: {primitive.name} has a rule; replace=True takes its place.")
     REGISTERED[primitive] = _checked(maker)

@@ -88,6 +88,8 @@ def _entering(eqn: JaxprEqn) -> Iterator[list[tuple[Atom, Var, int]]]:
         first, second = params["cond_nconsts"], params["body_nconsts"]
         for body, given in zip(bodies, (operands[:first], operands[first : first + second]), strict=True):
             yield [(atom, var, 0) for atom, var in zip(given, body.inputs, strict=False)]
+    elif eqn.primitive.name == "shard_map":
+        yield []  # a local function sees other values than those around it
     else:
         for body in bodies:
             yield [(atom, var, 0) for atom, var in zip(operands[1:], body.inputs, strict=True)]

@@ -18,13 +18,14 @@ from jax import lax
 
 from collectives import jax_compat, primitives
 from collectives.jax_compat import Literal, ShapedArray
-from collectives.simulated import identity, reduction_dtype
+from collectives.simulated import GROUP, identity, reduction_dtype
 from placements import Layout, Mesh, Split, Step
 from placements.intervals import Window, length
 from placements.layout import Shape
 from placements.mesh import Coordinate
 from spmd.errors import ArgumentError
 from spmd.plan import Move, Plan, PlannedEqn
+from spmd.rules.named import Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,8 @@ def literal_value(atom: Any) -> Any:
 def compute(planned: PlannedEqn, operands: list[Any], place: Place) -> list[Any]:
     """One equation's local computation."""
     eqn, rule = planned.eqn, planned.rule
+    if planned.call is not None:
+        return _call(planned.call, operands, place)
     if planned.is_fallback:
         return jax_compat.bind(eqn, operands, eqn.params)
     if planned.bodies:
@@ -161,6 +164,21 @@ def compute(planned: PlannedEqn, operands: list[Any], place: Place) -> list[Any]
         return rule.local(LocalCall(place, planned.operands, planned.results, shapes), operands)
     params = eqn.params if rule.resize is None else rule.resize(eqn.params, [np.shape(x) for x in operands], shapes)
     return jax_compat.bind(eqn, operands, params)
+
+
+def _call(call: Call, operands: list[Any], place: Place) -> list[Any]:
+    """What a local function sends; nothing where its group is this rank."""
+    values = [jnp.asarray(value) for value in operands]
+    if place.mesh.group_size(call.axes) > 1:
+        return primitives.bind(call.name, values, mesh=place.mesh, axes=call.axes, each=call.each)
+    members = [place.coordinate]
+    each = [primitives.group_arguments(call.name, members, {"mesh": place.mesh, **params}) for params in call.each]
+    return [GROUP[call.name]([x], **arguments)[0] for x, arguments in zip(values, each, strict=True)]
+
+
+def _local(planned: PlannedEqn, operands: list[Any], place: Place) -> list[Any]:
+    (body,) = planned.bodies
+    return evaluate(body, place, operands)
 
 
 def _scan(planned: PlannedEqn, operands: list[Any], place: Place) -> list[Any]:
@@ -182,6 +200,7 @@ def _while(planned: PlannedEqn, operands: list[Any], place: Place) -> list[Any]:
     params, (condition, body) = planned.eqn.params, planned.bodies
     n_condition, n_body = params["cond_nconsts"], params["body_nconsts"]
     first, init = n_condition + n_body, operands[n_condition + n_body :]
+
     return lax.while_loop(
         lambda carry: evaluate(condition, place, [*operands[:n_condition], *carry])[0],
         lambda carry: _typed(evaluate(body, place, [*operands[n_condition:first], *carry]), planned.eqn.outvars),
@@ -214,6 +233,7 @@ def _typed(values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
 CONTROL: Final[dict[str, Callable[[PlannedEqn, list[Any], Place], list[Any]]]] = {
     "cond": _cond,
     "scan": _scan,
+    "shard_map": _local,
     "while": _while,
 }
 """Equations with bodies: JAX's own loops and branches, around bodies evaluated at this place."""

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from collectives.jax_compat import Atom, JaxprEqn, Source
 from collectives.simulated import reduction_dtype
 from placements import ItemSizes, Layout, Machine, Mesh, Step
 from placements.redistribute import step_us
 from spmd.factors import Rule
+from spmd.rules.named import Call
 from spmd.trace import GlobalJaxpr
+
+LOCAL: Final = "in a local function"
+"""The reason of what a local function sends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +47,9 @@ class Move:
 class PlannedEqn:
     """An equation with the layouts of its operands and results, and the moves that bring the operands there.
 
-    `rule` is None for a fallback (operands replicated), for loops and branches, whose `bodies` are planned, and for equations
-    that only place a value. `count` says how often the bodies run; None: not known.
+    `rule` is None for a fallback (operands replicated), for loops, branches and local functions, whose `bodies` are planned,
+    and for equations that only place a value. `call` is what a collective of a local function sends. `count` says how often
+    the bodies run; None: not known.
     """
 
     eqn: JaxprEqn
@@ -55,6 +60,31 @@ class PlannedEqn:
     is_fallback: bool = False
     bodies: tuple[Plan, ...] = ()
     count: int | None = 1
+    call: Call | None = None
+
+    def received(self, index: int) -> int:
+        """The bytes that the busiest rank receives for an operand of its call: the formulas of `collectives.functions`."""
+        call, mesh = self.call, self.operands[index].mesh
+        assert call is not None
+        n = mesh.group_size(call.axes)
+        before, after = (
+            local_bytes(atoms[index].aval, layouts[index])
+            for atoms, layouts in ((self.eqn.invars, self.operands), (self.eqn.outvars, self.results))
+        )
+        if call.op is not None:
+            before = (
+                before // self.eqn.invars[index].aval.dtype.itemsize * item_sizes(self.eqn.invars[index].aval).reduced
+            )
+        others = any(i != j for i, j in call.each[index].get("pairs", ()))
+        table = {
+            "all_gather": after - before,
+            "all_reduce": 2 * before * (n - 1) // n,
+            "all_to_all": before * (n - 1) // n,
+            "broadcast": before,
+            "permute": before * others,
+            "reduce_scatter": before * (n - 1) // n,
+        }
+        return table[call.name] if n > 1 else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +93,15 @@ class SourcedMove:
 
     move: Move
     source: Source | None
+    count: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class SourcedCall:
+    """The same of an equation of a local function that sends something."""
+
+    planned: PlannedEqn
+    source: Source
     count: int | None
 
 
@@ -85,16 +124,34 @@ class Plan:
 
     def moves(self, count: int | None = 1) -> Iterator[SourcedMove]:
         """Every move in the order of execution, those of bodies included. `count` is how often the plan as a whole runs."""
+        return (each for each in self.sent(count) if isinstance(each, SourcedMove))
+
+    def sent(self, count: int | None = 1) -> Iterator[SourcedMove | SourcedCall]:
+        """Every move, and every call of a local function, in the order of execution."""
         for move in self.entry:
             yield self.sourced(move, count)
         for planned in self.eqns:
             for move in planned.moves:
                 yield self.sourced(move, count)
+            if planned.call is not None and self.mesh.group_size(planned.call.axes) > 1:
+                yield SourcedCall(planned, self.jaxpr.source(planned.eqn), count)
             inner = None if count is None or planned.count is None else count * planned.count
             for body in planned.bodies:
-                yield from body.moves(inner)
+                yield from body.sent(inner)
         for move in self.exits:
             yield self.sourced(move, count)
+
+    def axes_used(self) -> dict[str, None]:
+        """The mesh axes that it communicates over."""
+        found: dict[str, None] = {}
+        for each in self.sent():
+            if isinstance(each, SourcedCall):
+                assert each.planned.call is not None
+                found.update(dict.fromkeys(each.planned.call.axes))
+            else:
+                sent = (step for step in each.move.steps if step.communicates)
+                found.update(dict.fromkeys(axis for step in sent for axis in step.axes))
+        return found
 
     def sourced(self, move: Move, count: int | None) -> SourcedMove:
         """A move with its source line."""
@@ -122,7 +179,7 @@ class Plan:
 
     def communication_us(self) -> float:
         """What one run communicates, under the machine model. A loop of unknown length counts once."""
-        return sum(times(found.count) * _move_us(found.move, self.machine) for found in self.moves())
+        return sum(times(found.count) * _sent_us(found, self.machine) for found in self.sent())
 
     def compute_us(self) -> float:
         """What the busiest rank computes and stacks in one run, under the machine model."""
@@ -140,6 +197,14 @@ class Plan:
 def times(count: int | None) -> int:
     """How often something runs, for sums: once, where it is not known."""
     return 1 if count is None else count
+
+
+def _sent_us(found: SourcedMove | SourcedCall, machine: Machine) -> float:
+    if isinstance(found, SourcedMove):
+        return _move_us(found.move, machine)
+    call = found.planned.call
+    assert call is not None
+    return machine.collective_us(call.axes, sum(map(found.planned.received, range(len(call.each)))))
 
 
 def _move_us(move: Move, machine: Machine) -> float:

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import itertools
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import EllipsisType, FunctionType
 from typing import Any, Final
@@ -29,7 +30,7 @@ from placements.redistribute import step_bytes
 from spmd.effects import CALLBACKS
 from spmd.errors import ArgumentError, CommunicationMismatch
 from spmd.lower import local_jaxpr, shape_key, uneven_splits
-from spmd.plan import Plan, item_sizes, times
+from spmd.plan import LOCAL, Plan, SourcedCall, item_sizes, times
 from spmd.text import Naming, program_lines
 from spmd.trace import nbytes
 
@@ -83,14 +84,19 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """An equation without a rule: its operands are replicated. `bytes` is what that moves."""
+    """An equation without a rule, or a callback: its operands are replicated.
+
+    `bytes` is what that moves, `count` how often (None: a loop of unknown length).
+    """
 
     primitive: str
     source: Source
     bytes: int
+    count: int | None = 1
 
     def __str__(self) -> str:
-        return f"{self.primitive} ({self.source}, {self.bytes} bytes moved)"
+        times = "" if self.count == 1 else f" x {'?' if self.count is None else self.count}"
+        return f"{self.primitive} ({self.source}, {self.bytes} bytes{times} moved)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +143,11 @@ class Program:
         """Every logical collective, in the order of execution."""
         found: list[Collective] = []
         first = following = 0  # the message of the first step, and the next one that is free
-        for each in self.plan.moves():
+        for each in self.plan.sent():
+            if isinstance(each, SourcedCall):
+                first, following = following, following + 1
+                found += _called(each, first)
+                continue
             move, aval = each.move, each.move.atom.aval
             sent = [step for step in move.steps if step.communicates]
             if not move.joined:
@@ -171,15 +181,7 @@ class Program:
     @functools.cached_property
     def fallbacks(self) -> tuple[Fallback, ...]:
         """The equations without a rule, and the callbacks, whose operands had to be replicated, in order."""
-        found = []
-        for plan in self.plan.flat():
-            for planned in plan.eqns:
-                if (planned.is_fallback or planned.eqn.primitive.name in CALLBACKS) and planned.moves:
-                    moved = sum(
-                        step_bytes(step, item_sizes(move.atom.aval)) for move in planned.moves for step in move.steps
-                    )
-                    found.append(Fallback(planned.eqn.primitive.name, plan.jaxpr.source(planned.eqn), moved))
-        return tuple(found)
+        return tuple(_fallbacks(self.plan, 1))
 
     @property
     def cost(self) -> Cost:
@@ -299,6 +301,32 @@ class Program:
 
     def __str__(self) -> str:
         return "\n".join(program_lines(self))
+
+
+def _fallbacks(plan: Plan, count: int | None) -> Iterator[Fallback]:
+    """Those of a plan that runs so often."""
+    for planned in plan.eqns:
+        name = planned.eqn.primitive.name
+        if (planned.is_fallback or name in CALLBACKS) and planned.moves:
+            steps = ((move, step) for move in planned.moves for step in move.steps)
+            moved = sum(step_bytes(step, item_sizes(move.atom.aval)) for move, step in steps)
+            yield Fallback(name, plan.jaxpr.source(planned.eqn), moved, count)
+        inner = None if count is None or planned.count is None else count * planned.count
+        for body in planned.bodies:
+            yield from _fallbacks(body, inner)
+
+
+def _called(sent: SourcedCall, message: int) -> Iterator[Collective]:
+    """The logical collectives of an equation of a local function: one for each operand."""
+    planned, call = sent.planned, sent.planned.call
+    assert call is not None
+    for index, atom in enumerate(planned.eqn.invars):
+        aval = atom.aval
+        dtype = str(reduction_dtype(aval.dtype) if call.op else aval.dtype)
+        yield Collective(
+            call.name, call.axes, call.op, aval.shape, dtype, planned.received(index),
+            sent.source, LOCAL, sent.count, message,
+        )  # fmt: skip
 
 
 def _words(plan: Plan, naming: Naming) -> list[str]:

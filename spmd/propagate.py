@@ -39,6 +39,7 @@ from spmd.messages import merged
 from spmd.phases import PHASES
 from spmd.plan import Move, Plan, PlannedEqn, item_sizes
 from spmd.rules import rule_of
+from spmd.rules.named import call_of
 from spmd.trace import GlobalJaxpr, constrain_p, is_widening, nbytes, place_like_p
 from spmd.wishes import Wishes, wishes_of
 
@@ -124,7 +125,8 @@ def plan(
 class Problem:
     """What is to be planned. `keeps_parts`: results without a target may leave in parts, as those of a loop's body do.
 
-    `split` are the layouts that inputs count as sharded by, though they arrive whole: a loop gathered them before it.
+    `local` are the axes over which it is a local view: along them a layout says nothing. `split` are the layouts that inputs
+    count as sharded by, though they arrive whole: a loop gathered them before it.
     `bodies` are the plans of bodies made so far: one is asked for in every round of everything around it; `instead` the
     equations that stand for one.
     """
@@ -139,6 +141,7 @@ class Problem:
     names: tuple[str, ...] = ()
     results: tuple[str, ...] = ()
     keeps_parts: bool = False
+    local: tuple[str, ...] = ()
     split: tuple[Layout | None, ...] = ()
     bodies: dict[Any, Plan] = field(default_factory=dict, compare=False)
     instead: dict[int, list[JaxprEqn]] = field(default_factory=dict, compare=False)
@@ -173,7 +176,7 @@ class Planner:
         self.gathers = self.is_stuck = False
         self.forced: list[str] = []
         self.jaxpr, self.mesh, self.machine = problem.jaxpr, problem.mesh, problem.machine
-        self.axes = tuple(axis for axis, size in self.mesh.axes if size > 1)
+        self.axes = tuple(axis for axis, size in self.mesh.axes if size > 1 and axis not in problem.local)
         self.values: dict[Var, Versions] = {}
         self.moves: list[Move] = []
         self.asking: JaxprEqn | None = None
@@ -287,8 +290,9 @@ class Planner:
         arrivals: Sequence[Layout],
         outputs: Sequence[Target],
         split: Sequence[Layout | None] = (),
+        local: tuple[str, ...] = (),
     ) -> Plan:
-        """The plan of a body, whose results may leave in parts."""
+        """The plan of a body, whose results may leave in parts. `local` are further axes over which it is a local view."""
         bodies = self.problem.bodies
         key = id(jaxpr), tuple(arrivals), tuple(outputs), tuple(split)
         if key not in bodies:
@@ -302,6 +306,7 @@ class Planner:
                     (None,) * len(arrivals),
                     key[2],
                     keeps_parts=True,
+                    local=(*self.problem.local, *local),
                     split=key[3],
                     bodies=bodies,
                 )
@@ -365,7 +370,8 @@ class Planner:
             self.require(atom, layout, f"operand {index} of {eqn.primitive} as {layout}{hint}")
         for var, layout in zip(eqn.outvars, results, strict=True):
             self.define(var, layout)
-        return PlannedEqn(eqn, rule, operands, results, tuple(self.moves), rule is None)
+        call = call_of(eqn) if self.problem.local else None
+        return PlannedEqn(eqn, rule, operands, results, tuple(self.moves), rule is None, call=call)
 
     def is_cut(self, eqn: JaxprEqn, layout: Layout) -> bool:
         """Whether a slice takes half of a sharded dim or less, and moves half of what it takes or more."""

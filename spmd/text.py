@@ -18,7 +18,7 @@ from collectives.jax_compat import Literal
 from placements import Layout
 from placements.redistribute import step_bytes
 from spmd.effects import CALLBACKS
-from spmd.plan import Move, Plan, PlannedEqn, SourcedMove, item_sizes
+from spmd.plan import LOCAL, Move, Plan, PlannedEqn, SourcedMove, item_sizes
 
 
 class Naming:
@@ -32,7 +32,7 @@ class Naming:
         self.names: dict[Any, str] = {id(var): name for var, name in pairs}
         roots = (re.match(r"\w*", name) for name in program.names)
         self.taken = {*(root.group() for root in roots if root), *program.mesh.axis_names, *keyword.kwlist}
-        self.count = 0
+        self.count = self.local = 0  # names given; local functions around
 
     def __call__(self, atom: Any) -> str:
         if isinstance(atom, Literal):
@@ -72,7 +72,7 @@ class Naming:
 
 
 SHOWN: Final = (
-    "axes", "axis", "dimension", "dimensions", "permutation", "new_dtype", "y",
+    "axes", "axis", "axis_name", "dimension", "dimensions", "permutation", "new_dtype", "y",
     "start_indices", "limit_indices", "strides", "padding_config", "reverse", "bounds",
 )  # fmt: skip
 """The parameters that the text shows; the others follow from the shapes."""
@@ -106,6 +106,9 @@ def _plan_rows(program: Any, naming: Naming, plan: Plan, indent: str, count: int
         yield from moves(planned.moves)
         if planned.bodies:
             yield from _body_rows(program, naming, planned, indent, count)
+        elif planned.call is not None:
+            left, types, note = _call_row(program, naming, plan, planned, count)
+            yield indent + left, types, note
         elif planned.rule is None and not planned.is_fallback:
             naming.same(planned.eqn.outvars[0], planned.eqn.invars[0], planned.operands[0])
         else:
@@ -115,15 +118,21 @@ def _plan_rows(program: Any, naming: Naming, plan: Plan, indent: str, count: int
 
 
 def _body_rows(program: Any, naming: Naming, planned: PlannedEqn, indent: str, count: int | None) -> Iterator[Row]:
-    """A loop or branch: its own line, then each body: what its inputs are, its lines, what it returns."""
+    """A loop, branch or local function: its own line, then each body: what its inputs are, its lines, what it returns."""
     left, types, note = _equation_row(program, naming, planned)
-    times = "" if planned.eqn.primitive.name == "cond" else f", {'?' if planned.count is None else planned.count} times"
+    name, params = planned.eqn.primitive.name, planned.eqn.params
+    times = f", {'?' if planned.count is None else planned.count} times" if name in ("scan", "while") else ""
     for number, body in enumerate(planned.bodies):
         inputs = " ".join(naming(var) for var in body.jaxpr.inputs)
-        kind = "condition" if planned.eqn.primitive.name == "while" and number == 0 else "body"
+        kind = "condition" if name == "while" and number == 0 else "body"
+        kind = f"branch {number}" if name == "cond" else kind
+        kind = f"local over {', '.join(params['local'])}:" if name == "shard_map" else kind
         yield f"{indent}{kind} {inputs}{times}", "", ""
         inner = None if count is None or planned.count is None else count * planned.count
+        depth = naming.local
+        naming.local += name == "shard_map"
         yield from _plan_rows(program, naming, body, indent + "  ", inner)
+        naming.local = depth
         results = [naming.placed(a, layout) for a, layout in zip(body.jaxpr.outputs, body.departures, strict=True)]
         yield f"{indent}  yield {', '.join(results)}", "", ""
     yield indent + left, types, note
@@ -153,7 +162,41 @@ def _move_rows(program: Any, naming: Naming, sourced: SourcedMove) -> Iterator[R
         )
         note = f"  # {step_bytes(step, sizes)} bytes{times}{shared}: {move.reason}{where}" if step.communicates else ""
         result = naming.moved(move.atom, step.target)
-        yield f"{result} = {name}[{detail}] {operand}", _typed(program, move.atom.aval, step.target), note
+        types = _typed(program, move.atom.aval, step.target, naming.local > 0)
+        yield f"{result} = {name}[{detail}] {operand}", types, note
+
+
+def _call_row(program: Any, naming: Naming, plan: Plan, planned: PlannedEqn, count: int | None) -> Row:
+    """What a local function sends: as a collective that a plan inserts is shown."""
+    call, source = planned.call, plan.jaxpr.source(planned.eqn)
+    assert call is not None
+    detail = ", ".join((*call.axes, *((call.op,) if call.op else ()), *_pairs(call)))
+    eqn = planned.eqn
+    results = _few([naming(var) for var in eqn.outvars])
+    operands = _few([naming.placed(a, layout) for a, layout in zip(eqn.invars, planned.operands, strict=True)])
+    is_local = naming.local > 0
+    each = [_typed(program, v.aval, layout, is_local) for v, layout in zip(eqn.outvars, planned.results, strict=True)]
+    types = _few(each) if len(each) > FEW else ", ".join(each)
+    times = "" if count == 1 else f" x {'?' if count is None else count}"
+    received = sum(map(planned.received, range(len(call.each))))
+    where = f"; {source.offset}" if source.function else ""
+    return f"{results} = {call.name}[{detail}] {operands}", types, f"  # {received} bytes{times}: {LOCAL}{where}"
+
+
+FEW: Final = 6
+"""Values of one equation that are all named."""
+
+
+def _few(words: list[str]) -> str:
+    """Some words, or the first two, how many, and the last."""
+    return " ".join(words if len(words) <= FEW else [*words[:2], f"... ({len(words)})", words[-1]])
+
+
+def _pairs(call: Any) -> Iterator[str]:
+    """Who sends to whom, where all operands go the same way and few ranks take part."""
+    pairs = {params["pairs"] for params in call.each if "pairs" in params}
+    if len(pairs) == 1 and len(found := pairs.pop()) <= FEW:
+        yield " ".join(f"{source}>{destination}" for source, destination in found)
 
 
 def _equation_row(program: Any, naming: Naming, planned: PlannedEqn) -> Row:
@@ -162,7 +205,8 @@ def _equation_row(program: Any, naming: Naming, planned: PlannedEqn) -> Row:
     results = " ".join(naming(var) for var in eqn.outvars)
     shown = {key: eqn.params[key] for key in SHOWN if eqn.params.get(key) is not None and eqn.params[key] is not False}
     params = ", ".join(f"{key}={_plain(value)}" for key, value in shown.items())
-    types = [_typed(program, v.aval, layout) for v, layout in zip(eqn.outvars, planned.results, strict=True)]
+    is_local = naming.local > 0
+    types = [_typed(program, v.aval, layout, is_local) for v, layout in zip(eqn.outvars, planned.results, strict=True)]
     text = f"{results}{' = ' if results else ''}{eqn.primitive}{f'[{params}]' if params else ''} {operands}".rstrip()
     how = (
         "once, on the first rank"
@@ -182,9 +226,9 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, np.integer) else value
 
 
-def _typed(program: Any, aval: Any, layout: Layout) -> str:
+def _typed(program: Any, aval: Any, layout: Layout, is_local: bool = False) -> str:
     shape = ",".join(map(str, layout.local_shape(aval.shape, program.at)))
-    return f"{aval.dtype}[{shape}] {layout}"
+    return f"{aval.dtype}[{shape}]" + (f" {layout}" if layout.axes or not is_local else "")
 
 
 def _class_note(program: Any) -> str:

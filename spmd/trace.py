@@ -33,15 +33,19 @@ from collectives.jax_compat import (
     Source,
     Tracer,
     Var,
+    abstract_mesh,
     ad,
     as_closed,
     batching,
     calls_python,
     hi_body,
     identity_primitive,
-    jaxpr_as_fun,
+    inline_function,
     known_primitive,
+    local_axes,
     new_equation,
+    plain_aval,
+    plain_equation,
     raw_bytes,
     scan_counts,
     solver_body,
@@ -50,6 +54,7 @@ from collectives.jax_compat import (
 )
 from placements import Mesh, P, PlacementError, Shard
 from placements.layout import resolve
+from spmd import local_view
 from spmd.current import use_mesh
 from spmd.errors import TransformationError
 from spmd.validate import valid_layout
@@ -146,7 +151,7 @@ def trace(
     function: Callable[..., Any], avals: Sequence[Any], mesh: Mesh, is_hidden: Callable[[Any], bool]
 ) -> GlobalJaxpr:
     """Trace `function` of flat arguments for `mesh`. `is_hidden` says which closed-over constants become inputs."""
-    with tracing(mesh), use_mesh(mesh):
+    with tracing(mesh), use_mesh(mesh), jax.sharding.use_abstract_mesh(abstract_mesh(mesh.axes)):
         try:
             closed = without_dead_code(jax.make_jaxpr(function)(*avals))
         except Exception as error:
@@ -154,7 +159,7 @@ def trace(
                 if word in str(error):
                     error.add_note(f"spmd.jit: {hint}")
             raise
-    flat = _Flattening(is_hidden)
+    flat = _Flattening(is_hidden, mesh)
     inputs = [Var(var.aval) for var in closed.jaxpr.invars]
     outputs = flat.inline(closed, list(inputs))
     eqns = drop_dead(flat.eqns, outputs)
@@ -176,10 +181,6 @@ HINTS: Final = (
         "unbound axis name",
         "a decorated function sees whole arrays, so it needs no named axis: jnp.sum(x) and jnp.mean(x) are those of all ranks.",
     ),
-    (
-        "with_sharding_constraint",
-        "inside a decorated function a placement is stated by spmd.constrain(x, P(dp=Shard(0))).",
-    ),
 )
 """What JAX says of code for its own meshes is no help here: a word of its message, and what to do."""
 
@@ -195,8 +196,9 @@ def drop_dead(eqns: Sequence[JaxprEqn], outputs: Sequence[Atom]) -> tuple[JaxprE
     return tuple(kept[::-1])
 
 
-SAME: Final = ("device_put", "stop_gradient")
-"""What gives its operands: differentiation is over, and the devices of a lowered program are the process's own."""
+SAME: Final = ("device_put", "pvary", "reshard", "stop_gradient")
+"""What gives its operands: differentiation is over, types of local functions are checked, axes that JAX shards by itself there
+are none, and the devices of a lowered program are the process's own."""
 
 SLICE: Final = known_primitive("slice")
 
@@ -216,8 +218,10 @@ def sliced(eqn: JaxprEqn, operand: Atom, result: Var, dim: int, bounds: tuple[in
 class _Flattening:
     """Inlines calls: collects equations over fresh variables, constants and hidden inputs (one per closed-over object)."""
 
-    def __init__(self, is_hidden: Callable[[Any], bool], is_body: bool = False) -> None:
-        self.is_hidden, self.is_body = is_hidden, is_body
+    def __init__(
+        self, is_hidden: Callable[[Any], bool], mesh: Mesh, is_body: bool = False, local: tuple[str, ...] = ()
+    ) -> None:
+        self.is_hidden, self.mesh, self.is_body, self.local = is_hidden, mesh, is_body, local
         self.eqns: list[JaxprEqn] = []
         self.constants: list[tuple[Var, Any]] = []
         self.hidden: list[tuple[Var, Any]] = []
@@ -235,7 +239,8 @@ class _Flattening:
         def read(atom: Atom) -> Atom:
             return atom if isinstance(atom, Literal) else env[atom]
 
-        for eqn in opened.eqns:
+        for found in opened.eqns:
+            eqn = plain_equation(found)
             operands = [read(atom) for atom in eqn.invars]
             if eqn.primitive is lift_p or eqn.primitive.name in SAME:
                 results: list[Atom] = operands
@@ -247,14 +252,14 @@ class _Flattening:
             elif eqn.primitive.name == "custom_linear_solve":
                 results = self.inline(*solver_body(eqn, operands), (eqn, *callers))
             elif eqn.primitive.name in NESTED and calls_python(eqn.effects):
-                results = [Var(var.aval) for var in eqn.outvars]
+                results = [Var(plain_aval(var.aval)) for var in eqn.outvars]
                 self.eqns.append(NESTED[eqn.primitive.name](self, eqn, operands).replace(outvars=results))
                 self.callers.update(dict.fromkeys(results, callers) if callers else {})
             else:
                 key = self.key(eqn, operands)
-                found = None if key is None else self.seen.get(key)
-                results = [Var(var.aval) for var in eqn.outvars] if found is None else found
-                if found is None:
+                known = None if key is None else self.seen.get(key)
+                results = [Var(plain_aval(var.aval)) for var in eqn.outvars] if known is None else known
+                if known is None:
                     self.emit(eqn, operands, results)
                     self.callers.update(dict.fromkeys(results, callers) if callers else {})
                 if key is not None:
@@ -264,7 +269,12 @@ class _Flattening:
 
     def emit(self, eqn: JaxprEqn, operands: list[Atom], results: list[Atom]) -> None:
         """Append one equation; a barrier of several values becomes one barrier each, a split slices."""
-        if eqn.primitive.name == "optimization_barrier":
+        if eqn.primitive.name in local_view.COLLECTIVES:
+            self.eqns += local_view.tiled(eqn.replace(invars=operands, outvars=results), self.mesh)
+        elif eqn.primitive.name == "sharding_constraint":
+            constrained = eqn.replace(primitive=constrain_p, params=local_view.constraint(eqn, self.mesh, self.local))
+            self.eqns.append(constrained.replace(invars=operands, outvars=results))
+        elif eqn.primitive.name == "optimization_barrier":
             for operand, result in zip(operands, results, strict=True):
                 self.eqns.append(new_equation(eqn, eqn.primitive, [operand], [result]))
         elif eqn.primitive.name == "split":
@@ -302,15 +312,19 @@ class _Flattening:
                 self.eqns.append(new_equation(eqn, barrier, [operand], [result]))
         return guarded
 
-    def nested(self, jaxpr: Any) -> tuple[GlobalJaxpr, list[Atom]]:
-        """A body as a jaxpr of its own, whose first inputs are what it closes over; and the variables of these here."""
-        inner = _Flattening(self.is_hidden, is_body=True)
-        inputs = [Var(var.aval) for var in as_closed(jaxpr)[0].invars]
+    def nested(self, jaxpr: Any, local: tuple[str, ...] = ()) -> tuple[GlobalJaxpr, list[Atom]]:
+        """A body as a jaxpr of its own, whose first inputs are what it closes over; and the variables of these here.
+
+        `local` are further axes over which it is a local view.
+        """
+        inner = _Flattening(self.is_hidden, self.mesh, is_body=True, local=(*self.local, *local))
+        inputs = [Var(plain_aval(var.aval)) for var in as_closed(jaxpr)[0].invars]
         outputs = inner.inline(jaxpr, list(inputs))
         captured = [*inner.constants, *inner.hidden]
+        eqns = drop_dead(inner.eqns, outputs)
         body = GlobalJaxpr(
             (*(var for var, _ in captured), *inputs),
-            tuple(drop_dead(inner.eqns, outputs)),
+            local_view.with_messages_shared(eqns) if inner.local else eqns,
             tuple(outputs),
             callers=MappingProxyType(inner.callers),
         )
@@ -376,44 +390,54 @@ def _scan(flat: _Flattening, eqn: JaxprEqn, operands: list[Atom]) -> JaxprEqn:
 
 
 def _while(flat: _Flattening, eqn: JaxprEqn, operands: list[Atom]) -> JaxprEqn:
-    if as_closed(eqn.params["cond_jaxpr"])[0].outvars[0].aval.shape:
-        eqn, operands = _unbatched(eqn, operands)
     n_condition, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     condition, of_condition = flat.nested(eqn.params["cond_jaxpr"])
-    condition, read = _before_the_loop(flat, condition, [*of_condition, *operands[:n_condition]])
     body, of_body = flat.nested(eqn.params["body_jaxpr"])
-    body, constants = _before_the_loop(flat, body, [*of_body, *operands[n_condition : n_condition + n_body]])
-    invars = [*read, *constants, *operands[n_condition + n_body :]]
+    read, constants = (
+        [*of_condition, *operands[:n_condition]],
+        [*of_body, *operands[n_condition : n_condition + n_body]],
+    )
+    if condition.outputs[0].aval.shape:
+        again, _ = flat.nested(eqn.params["cond_jaxpr"])
+        condition, body = _for_any(eqn, condition), _for_those(eqn, again, body, len(read))
+        constants = [*read, *constants]
+    condition, read = _before_the_loop(flat, condition, read)
+    body, constants = _before_the_loop(flat, body, constants)
     counts = {"cond_nconsts": len(read), "body_nconsts": len(constants)}
+    invars = [*read, *constants, *operands[n_condition + n_body :]]
     return eqn.replace(invars=invars, params={**eqn.params, **counts, "bodies": (condition, body)})
 
 
-def _unbatched(eqn: JaxprEqn, operands: list[Atom]) -> tuple[JaxprEqn, list[Atom]]:
-    """A loop with one decision, from one that `vmap` gave a decision for each element of the batch: it runs while any element
-    goes on, and those that do not keep their values."""
-    n_condition, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    condition, body = (jaxpr_as_fun(eqn.params[name]) for name in ("cond_jaxpr", "body_jaxpr"))
-    first = n_condition + n_body
+def _for_any(eqn: JaxprEqn, condition: GlobalJaxpr) -> GlobalJaxpr:
+    """One decision, of a loop that `vmap` gave one for each element of a batch: it runs while any goes on."""
+    (each,) = condition.outputs
+    decides = Var(each.aval.update(shape=()))
+    like = new_equation(eqn, known_primitive("copy"), [each], [decides])
+    made = inline_function(lambda goes_on: lax.reduce_or(goes_on, tuple(range(goes_on.ndim))), like)
+    return dataclasses.replace(condition, eqns=(*condition.eqns, *made), outputs=(decides,))
 
-    def any_goes_on(*values: Any) -> Any:
-        return jax.numpy.any(condition(*values)[0])
 
-    def step(*values: Any) -> list[Any]:
-        carry = values[first:]
-        (goes_on,) = condition(*values[:n_condition], *carry)
-        return [
-            lax.select(lax.broadcast_in_dim(goes_on, old.shape, range(goes_on.ndim)), new, old)
-            for new, old in zip(body(*values[n_condition:first], *carry), carry, strict=True)
-        ]
+def _for_those(eqn: JaxprEqn, condition: GlobalJaxpr, body: GlobalJaxpr, n_read: int) -> GlobalJaxpr:
+    """The body of such a loop: elements that do not go on keep their values. Its first inputs are the condition's constants."""
+    n_carry = len(condition.inputs) - n_read
+    carry = body.inputs[len(body.inputs) - n_carry :]
+    ours = dict(zip(condition.inputs[n_read:], carry, strict=True))
 
-    avals = [atom.aval for atom in operands]
-    params = {
-        **eqn.params,
-        "cond_jaxpr": jax.make_jaxpr(any_goes_on)(*avals[:n_condition], *avals[first:]),
-        "body_jaxpr": jax.make_jaxpr(step)(*avals),
-        "body_nconsts": first,
-    }
-    return eqn.replace(params=params), [*operands[:n_condition], *operands]
+    def renamed(atom: Atom) -> Atom:
+        return atom if isinstance(atom, Literal) else ours.get(atom, atom)
+
+    eqns = [each.replace(invars=list(map(renamed, each.invars))) for each in condition.eqns]
+    eqns += body.eqns
+    goes_on, outputs = renamed(condition.outputs[0]), []
+    for old, new in zip(carry, body.outputs, strict=True):
+        outputs.append(Var(old.aval))
+        like = new_equation(eqn, known_primitive("copy"), [goes_on, new, old], [outputs[-1]])
+        eqns += inline_function(
+            lambda goes, new, old: lax.select(lax.broadcast_in_dim(goes, old.shape, range(goes.ndim)), new, old), like
+        )
+    inputs = (*condition.inputs[:n_read], *body.inputs)
+    callers = MappingProxyType({**condition.callers, **body.callers})
+    return dataclasses.replace(body, inputs=inputs, eqns=tuple(eqns), outputs=tuple(outputs), callers=callers)
 
 
 def _cond(flat: _Flattening, eqn: JaxprEqn, operands: list[Atom]) -> JaxprEqn:
@@ -428,9 +452,22 @@ def _cond(flat: _Flattening, eqn: JaxprEqn, operands: list[Atom]) -> JaxprEqn:
     return eqn.replace(invars=[operands[0], *everything, *operands[1:]], params={**eqn.params, "bodies": tuple(bodies)})
 
 
+def _shard_map(flat: _Flattening, eqn: JaxprEqn, operands: list[Atom]) -> JaxprEqn:
+    """A local function: its body, and per operand and result the axes that shard each dim."""
+    local, in_dims, out_dims = local_view.read(eqn, flat.mesh)
+    body, captured = flat.nested(eqn.params["jaxpr"], local)
+    whole = [((),) * len(atom.aval.shape) for atom in captured]
+    params = {"local": local, "in_dims": (*whole, *in_dims), "out_dims": out_dims, "bodies": (body,)}
+    made = eqn.replace(invars=[*captured, *operands], params=params)
+    if flat.local:  # inside another, which checks it
+        return made
+    return local_view.check_local(made, [frozenset()] * len(made.invars))[0]
+
+
 NESTED: Final[dict[str, Callable[[_Flattening, JaxprEqn, list[Atom]], JaxprEqn]]] = {
     "cond": _cond,
     "scan": _scan,
+    "shard_map": _shard_map,
     "while": _while,
 }
 """Equations whose bodies are planned: the equation with `bodies`, and with what these close over among its operands."""
@@ -460,7 +497,13 @@ def constrain(x: Any, placements: P) -> Any:
             "spmd.constrain: a constraint is part of a function decorated with spmd.jit. "
             "Outside one, move a DArray with x.redistribute(P(...))."
         )
-    aval = jax.typeof(x)
+    aval, local = jax.typeof(x), local_axes()
+    named = [axis for axis, placement in placements.items(mesh.axis_names) if placement is not None and axis in local]
+    if named:
+        raise TransformationError(
+            f"spmd.constrain to {placements!r} inside a local function: along {', '.join(named)} it sees its own shard, and "
+            "moves it by the functions of `collectives`. The axes that are not local can be constrained."
+        )
     try:
         valid_layout(placements, mesh, aval.ndim, aval.dtype)
     except PlacementError as error:

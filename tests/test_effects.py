@@ -91,7 +91,9 @@ def test_what_a_callback_gathers_is_reported() -> None:
         jax.debug.callback(note, spmd.constrain(x.sum(0), P()))
         return x * 2
 
-    with pytest.warns(spmd.PlacementWarning, match=r"(?s)need whole operands.*debug_callback \(shards.*40 bytes moved"):
+    with pytest.warns(
+        spmd.PlacementWarning, match=r"(?s)callbacks see whole values.*debug_callback \(shards.*40 bytes moved"
+    ):
         program = spmd.jit(shards, mesh=MESH, in_placements=ROWS).lower(X)
     assert "# once, on the first rank; shards+1" in str(program)
     with pytest.raises(spmd.FallbackError, match="debug_callback"):

@@ -166,6 +166,18 @@ FAULTS: dict[str, tuple[int, str, str, bool]] = {
         "time.sleep(20)",
         "KeyboardInterrupt", False,
     ),
+    "a callback that raises, and is caught": (  # the others must not go on with what they never got
+        3,
+        "from jax.experimental import io_callback\n"
+        "def boom(total): raise RuntimeError('my own code')\n"
+        "def local(x): return x * io_callback(boom, jax.ShapeDtypeStruct((), x.dtype), x.sum())\n"
+        "g = spmd.jit(local, mesh=mesh, in_placements=P(a=Shard(0)), fallback='allow')\n"
+        "try:\n"
+        "    g(x)\n"
+        "    open('/dev/stderr', 'w').write('went on with nothing\\n')\n"
+        "except Exception as e: print('caught', e)",
+        "has left without coming here", False,
+    ),
     "a forked child is no rank": (
         2, "pid = os.fork()\nif pid == 0: sys.exit(5)\nos.waitpid(pid, 0)\nf(x)\nprint('fine')", "fine", True,
     ),
@@ -221,6 +233,7 @@ def test_fault(name: str) -> None:
     elapsed = time.monotonic() - start
     text = done.stdout + done.stderr
     assert message in text, text[-3000:]
+    assert "went on with nothing" not in text
     assert (done.returncode == 0) is fine, text[-3000:]
     assert elapsed < 45
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from collectives.jax_compat import JaxprEqn, Primitive, primitive
 from spmd.factors import Rule
-from spmd.rules import contraction, elementwise, indexing, linalg, movement, random, reduction, windowed
+from spmd.rules import contraction, elementwise, indexing, linalg, movement, named, random, reduction, windowed
 
 Maker = Callable[[JaxprEqn], Rule | None]
 
@@ -39,12 +39,12 @@ REGISTERED: Final[dict[Primitive, Maker]] = {}
 
 def rule_of(eqn: JaxprEqn) -> Rule | None:
     """The rule of an equation, or None where it must be computed on replicated operands."""
-    maker = REGISTERED.get(eqn.primitive) or RULES.get(eqn.primitive)
+    maker = REGISTERED.get(eqn.primitive) or RULES.get(eqn.primitive) or named.TABLE.get(eqn.primitive.name)
     return None if maker is None else maker(eqn)
 
 
 _BODIES: Final = "planned with its bodies, or inlined when tracing"
-_LOCAL: Final = "local view: a decorated function has no named axes; JAX refuses it when tracing"
+_LOCAL: Final = "in local functions a collective over their axes; elsewhere JAX refuses it when tracing"
 _EFFECT: Final = "an effect, or a reference: refused, with the reason"
 
 OTHERWISE: Final[dict[str, str]] = {
@@ -53,9 +53,10 @@ OTHERWISE: Final[dict[str, str]] = {
         "eval_jaxpr", "jit", "remat2", "scan", "while",
     ), _BODIES),
     **dict.fromkeys((
-        "all_gather", "all_to_all", "axis_index", "pmax", "pmin", "ppermute", "psum", "ragged_all_to_all",
-        "sharding_constraint",
+        "all_gather", "all_to_all", "axis_index", "pmax", "pmin", "ppermute", "psum",
     ), _LOCAL),
+    "ragged_all_to_all": "refused, with the reason: `collectives.ragged_all_to_all` is the one that there is",
+    "sharding_constraint": "a constraint, when traced",
     **dict.fromkeys(("after_all", "create_token", "dce_sink", "get", "swap"), _EFFECT),
     "custom_lin": "inside JAX's transformations alone",
     "stage": "inside JAX's transformations alone",

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import io_callback
+from local_functions import TABLE, check
 from oracle import agree, same
 
 import collectives
@@ -492,3 +493,59 @@ def test_callbacks_happen_on_the_first_rank() -> None:
         sums = [float(value) for value in np.cumsum([0, *X.sum(1)[:-1]])]
         assert [value for value in seen if value != (7, 3)] == ([*sums, "asked"] if RANK == 0 else [])
         assert seen.count((7, 3)) == (RANK == 0)
+
+
+@pytest.mark.parametrize("name", sorted(TABLE)[SIZE % 3 :: 3])
+def test_local_functions(name: str) -> None:
+    """A third of the table, another one for each number of ranks: values and gradients."""
+    check(name, MESH, ("a",))
+
+
+def test_local_functions_over_two_axes() -> None:
+    """Halos with corners from up to eight neighbours, in one call; ranks that decide differently and do not meet."""
+    mesh, placed = Mesh(a=SIZE // 2 or 1, b=2) if SIZE % 2 == 0 else Mesh(a=1, b=SIZE), P(a=Shard(0), b=Shard(1))
+    x = (np.arange(4 * 12) * 7 % 11 - 5).reshape(4, 12).astype(np.float32)
+
+    def exchanged(field: Any) -> Any:
+        return collectives.halo_exchange((field, 2 * field), {"a": 0, "b": 1}, 2, "periodic")
+
+    local = spmd.shard_map(exchanged, mesh=mesh, in_placements=placed, out_placements=placed)
+    assert len(local.lower(x).messages) == 1
+    height, width = 4 // mesh.shape["a"], 12 // mesh.shape["b"]
+    for factor, found in zip((1, 2), local(x), strict=True):
+        around = np.pad(factor * x, 2, mode="wrap")
+        ((i, j), shard), *_ = found.shards.items()
+        top, left = i * height, j * width
+        np.testing.assert_array_equal(shard, around[top : top + height + 4, left : left + width + 4])
+
+    def decided(field: Any) -> Any:
+        return lax.while_loop(
+            lambda v: collectives.all_reduce(jnp.abs(v).sum(), "a") < 200 * (1 + lax.axis_index("b")),
+            lambda v: 2 * v + collectives.shift(v, "a"),
+            field,
+        )
+
+    ends = spmd.shard_map(decided, mesh=mesh, in_placements=placed, out_placements=placed)(x)
+    for j in range(mesh.shape["b"]):
+        block = x[:, j * width : (j + 1) * width]
+        while np.abs(block).sum() < 200 * (1 + j):
+            block = 2 * block + np.roll(block, height, 0)
+        for (i, column), shard in ends.shards.items():
+            if column == j:
+                np.testing.assert_array_equal(shard, block[i * height : (i + 1) * height])
+
+
+def test_what_a_local_function_gets_wrong_is_an_error_on_every_rank() -> None:
+    """And nothing is sent: the next call works (B11, C6, D1)."""
+    x = np.arange(2.0 * SIZE, dtype=np.float32)
+
+    def local(function: Any, out: P = ROWS) -> Any:
+        return spmd.shard_map(function, mesh=MESH, in_placements=ROWS, out_placements=out)
+
+    with pytest.raises(spmd.ArgumentError, match="does not divide"):
+        local(lambda x: 2 * x)(np.arange(2.0 * SIZE + 1, dtype=np.float32))
+    with pytest.raises(collectives.InvalidCollective, match="same on all ranks"):
+        local(lambda x: collectives.all_reduce(collectives.all_reduce(x, "a"), "a"), P())(x)
+    with pytest.raises(spmd.TransformationError, match="would wait for others"):
+        local(lambda x: lax.cond(x[0] > 1, lambda: collectives.shift(x, "a"), lambda: x))(x)
+    assert float(local(lambda x: collectives.all_reduce(x.sum(), "a"), P())(x)) == x.sum()
