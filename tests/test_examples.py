@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
 from conftest import load_example
 
 import spmd
+from placements import Mesh
 
 STEPS = 50
 
@@ -110,3 +113,37 @@ def test_the_program_of_the_step_prints(capsys: pytest.CaptureFixture[str]) -> N
     assert result.losses == []
     assert "7 collectives" in capsys.readouterr().out
     assert spmd.current_mesh() is None
+
+
+def test_shallow_water_on_blocks_is_that_on_one() -> None:
+    """Values on meshes of several shapes; mass to rounding; one message a step; the picture."""
+    example = load_example("shallow_water")
+    with jax.enable_x64(True):
+        expected, _ = example.run(Mesh(y=1, x=1), 24, 30, 1, quiet=True)
+        for mesh in (Mesh(y=2, x=3), Mesh(y=1, x=4)):
+            state, mass = example.run(mesh, 24, 30, 2, quiet=True)
+            assert max(abs(each / mass[0] - 1) for each in mass) < 1e-13
+            once, _ = example.run(mesh, 24, 30, 1, quiet=True)
+            for found, other in zip(once, expected, strict=True):
+                np.testing.assert_allclose(found.full(), other.full(), rtol=1e-11, atol=1e-11)
+            assert not np.allclose(state[0].full(), once[0].full(), rtol=1e-6)
+        fields = [jax.ShapeDtypeStruct((24, 24), np.float64)] * 3
+        program = example.simulation(Mesh(y=2, x=3), 1e3, 1.0, 30).lower(*fields)
+        program.check(permute=..., all_reduce=1, max_messages=2)
+
+
+def test_the_pictures_and_programs_of_the_stencils(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each example runs as its page says, and its Program has neighbours' rows and sums alone."""
+    output = tmp_path / "water.png"
+    change = load_example("shallow_water").main(
+        ["--ranks", "2", "--size", "16", "--steps", "20", "--calls", "2", "--output", str(output)]
+    )
+    assert change < 1e-12
+    assert output.stat().st_size > 10_000
+    load_example("heat_global").main(
+        ["--ranks", "4", "--rows", "23", "--columns", "18", "--steps", "25", "--calls", "2"]
+    )
+    assert load_example("cg").main(["--ranks", "3", "--rows", "11", "--columns", "8"]) > 0
+    for name in ("shallow_water", "heat_global", "cg"):
+        load_example(name).main(["--ranks", "4", "--program"])
+        assert "gather" not in capsys.readouterr().out

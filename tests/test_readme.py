@@ -12,9 +12,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", "docs/concepts.md", "docs/programs.md", "docs/ranks.md", "docs/training.md"]
-)
+PAGES = ("README.md", *(f"docs/{name}.md" for name in ("concepts", "local", "programs", "ranks", "training")))
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_blocks_print_what_the_page_says(page: str, tmp_path: Path) -> None:
     """Each ```python block is run as a file in one namespace; a ```text block after it is its output."""
     text = (ROOT / page).read_text()
