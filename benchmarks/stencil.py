@@ -93,21 +93,20 @@ def global_view(size: int, steps: int) -> Callable[[], Any]:
     from placements import Mesh, P, Shard
 
     def to(field: Any, down: int = 0, right: int = 0) -> Any:
-        return (
-            jnp.roll(field, (-down, -right), (0, 1))
-            if down and right
-            else jnp.roll(field, -(down or right), 0 if down else 1)
-        )
+        return jnp.roll(field, -(down or right), 0 if down else 1)
 
     def one(state: Fields) -> Fields:
         h, u, v = state
-        flux_east, flux_north = (h + to(h, 0, 1)) / 2 * u, (h + to(h, 1)) / 2 * v
-        spin = (to(v, 0, 1) - v - to(u, 1) + u) / SPACING
-        potential = (CORIOLIS + spin) / ((h + to(h, 0, 1) + to(h, 1) + to(h, 1, 1)) / 4)
-        kinetic = (u**2 + to(u, 0, -1) ** 2 + v**2 + to(v, -1) ** 2) / 4
-        height = h - DT / SPACING * (flux_east - to(flux_east, 0, -1) + flux_north - to(flux_north, -1))
+        before, after, u_before, v_after = to(h, 0, -1), to(h, 0, 1), to(u, 0, -1), to(v, 0, 1)  # one message
+        below, corner = to(h, 1), to(after, 1)
+        flux_east, flux_north = (h + after) / 2 * u, (h + below) / 2 * v
+        spin = (v_after - v - to(u, 1) + u) / SPACING
+        potential = (CORIOLIS + spin) / ((h + after + below + corner) / 4)
+        kinetic = (u**2 + u_before**2 + v**2 + to(v, -1) ** 2) / 4
+        outflow = flux_east - (before + h) / 2 * u_before + flux_north - to(flux_north, -1)
+        height = h - DT / SPACING * outflow
         energy = kinetic + GRAVITY * height
-        north = potential * (flux_north + to(flux_north, 0, 1))
+        north = potential * (flux_north + (after + corner) / 2 * v_after)
         east = potential * (flux_east + to(flux_east, 1))
         return (
             height,

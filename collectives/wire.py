@@ -332,9 +332,26 @@ def _exchange(
             shape = [high - low if d == dim else length for d, length in enumerate(array.shape)]
             parts.append(buffer[start : start + (high - low) * row].reshape(shape))
             start += (high - low) * row
-        return back(parts[0] if len(parts) == 1 else xp.concatenate(parts or [_along(items, dim, 0, 0)], dim))
+        return back(_joined(parts, dim) if parts else _along(items, dim, 0, 0))
 
     return Arranged(xp.concatenate(sent or [_flat(items)[:0]]), transfer, result)
+
+
+def _joined(parts: list[Any], dim: int) -> Any:
+    """Arrays one after the other along a dim. Inside XLA they are put around the longest, whose copy is then the only pass: its
+    loop for a concatenation asks for every element where it comes from."""
+    if len(parts) == 1 or isinstance(parts[0], np.ndarray):
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, dim)
+    lengths = [part.shape[dim] for part in parts]
+    longest = max(range(len(parts)), key=lengths.__getitem__)
+    starts = [sum(lengths[:at]) for at in range(len(parts))]
+    room = (starts[longest], sum(lengths) - starts[longest] - lengths[longest], 0)
+    around = [room if d == dim else (0, 0, 0) for d in range(parts[0].ndim)]
+    full = lax.pad(parts[longest], jnp.zeros((), parts[0].dtype), around)
+    for at, part in enumerate(parts):
+        if at != longest and lengths[at]:
+            full = lax.dynamic_update_slice_in_dim(full, part, starts[at], dim)
+    return full
 
 
 def _along(array: Any, dim: int, start: int, stop: int) -> Any:
