@@ -498,16 +498,16 @@ def constrain(x: Any, placements: P) -> Any:
             "Outside one, move a DArray with x.redistribute(P(...))."
         )
     aval, local = jax.typeof(x), local_axes()
+    try:
+        valid_layout(placements, mesh, aval.ndim, aval.dtype)
+    except PlacementError as error:
+        raise type(error)(f"spmd.constrain of an array of shape {aval.shape} on {mesh!r}: {error}") from error
     named = [axis for axis, placement in placements.items(mesh.axis_names) if placement is not None and axis in local]
     if named:
         raise TransformationError(
             f"spmd.constrain to {placements!r} inside a local function: along {', '.join(named)} it sees its own shard, and "
             "moves it by the functions of `collectives`. The axes that are not local can be constrained."
         )
-    try:
-        valid_layout(placements, mesh, aval.ndim, aval.dtype)
-    except PlacementError as error:
-        raise type(error)(f"spmd.constrain of an array of shape {aval.shape} on {mesh!r}: {error}") from error
     return constrain_p.bind(x, placements=resolve(placements, mesh, aval.ndim), pinned=True, free_dims=())
 
 
