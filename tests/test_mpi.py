@@ -52,11 +52,11 @@ TEXTBOOK = ("test_many_small_parameters_share_messages_e8", "test_fsdp_on_ranks_
 def test_ranks(n: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Every test for real ranks, and the value cases, on n ranks; each rank's log is shown where one fails.
 
-    Without `--all` two ranks run all of the former and a third of the latter, three and four ranks half of the former each,
-    three a sixth of the latter, and none runs loops.
+    Without `--all` two ranks run all of the former and a quarter of the latter, three and four ranks a third of the former
+    each, three an eighth of the latter, and none runs loops.
     """
     everything = request.config.getoption("--all")
-    parts = {2: "test_cases=0/3", 3: "test_ranks=0/2 test_cases=1/6", 4: "test_ranks=1/2"}
+    parts = {2: "test_cases=0/4", 3: "test_ranks=0/3 test_cases=1/8", 4: "test_ranks=1/3"}
     part = {} if everything else {"SPMD_TEST_PART": parts[n]}
     targets = [str(TESTS / "ranks" / "test_ranks.py")]
     targets += [str(TESTS / "test_cases.py")] if n < 4 or everything else []
