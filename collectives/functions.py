@@ -400,11 +400,11 @@ def halo_exchange(x: Any, dims: Mapping[str, int], width: int = 1, fill: str | M
     for index, leaf in enumerate(leaves):
         alike.setdefault((jnp.shape(leaf), jnp.result_type(leaf)), []).append(index)
     halos = []
-    for places in alike.values():
+    for (shape, _), places in alike.items():
+        at = {name: _dim("halo_exchange", leaves[places[0]], dim) for name, dim in dims.items()}
+        _check_halo(shape, list(at.values()), width)
         field = jnp.stack([_varying(jnp.asarray(leaves[index]), names) for index in places])
-        at = {name: 1 + _dim("halo_exchange", leaves[places[0]], dim) for name, dim in dims.items()}
-        _check_halo(field, list(at.values()), width)
-        halos.append(_Halo(field, at, width))
+        halos.append(_Halo(field, {name: 1 + dim for name, dim in at.items()}, width))
     made = _with_halos(halos, names, fills)
     out = {
         index: full[at] for places, full in zip(alike.values(), made, strict=True) for at, index in enumerate(places)
@@ -443,15 +443,11 @@ def _neighbours(offset: Sequence[int], sizes: Sequence[int], periodic: Sequence[
     for destination, coordinate in enumerate(itertools.product(*map(range, sizes))):
         there = [c + o for c, o in zip(coordinate, offset, strict=True)]
         if all(wraps or 0 <= c < n for c, n, wraps in zip(there, sizes, periodic, strict=True)):
-            source = 0
-            for c, n in zip(there, sizes, strict=True):
-                source = source * n + c % n
-            pairs.append((source, destination))
+            pairs.append((int(np.ravel_multi_index(there, sizes, mode="wrap")), destination))
     return tuple(pairs)
 
 
-def _check_halo(field: Any, dims: list[int], width: int) -> None:
-    shape = jnp.shape(field)
+def _check_halo(shape: tuple[int, ...], dims: list[int], width: int) -> None:
     if width < 0 or any(width > shape[dim] for dim in dims) or len(set(dims)) < len(dims):
         raise InvalidCollective(
             f"halo_exchange: width {width} along dims {dims} of a shard of shape {shape}; different dims, each at least as "
@@ -521,18 +517,23 @@ class _Halo:
 
 
 def _returned(cotangents: list[Any], *, axes: tuple[str, ...], pairs: tuple[Pairs, ...]) -> list[Any]:
-    back = tuple(tuple((destination, source) for source, destination in each) for each in pairs)
-    if all(len({destination for _, destination in each}) == len(each) for each in back):
-        return list(permute_p.bind(*cotangents, axes=axes, pairs=back))
-    found = []
-    for cotangent, each in zip(cotangents, back, strict=True):  # one source for several: their cotangents are added
-        rounds: list[list[tuple[int, int]]] = []
-        for pair in each:
-            free = next((made for made in rounds if all(pair[1] != to for _, to in made)), None)
-            rounds.append([pair]) if free is None else free.append(pair)
-        made = permute_p.bind(*[cotangent] * len(rounds), axes=axes, pairs=tuple(map(tuple, rounds)))
-        found.append(functools.reduce(lax.add, made) if made else jnp.zeros_like(cotangent))
-    return found
+    """Back to where it came from. What one source sent to several is added: it comes back in as many rounds."""
+    rounds = [_rounds(each) for each in pairs]
+    sent = [cotangent for cotangent, each in zip(cotangents, rounds, strict=True) for _ in each]
+    found = iter(permute_p.bind(*sent, axes=axes, pairs=tuple(itertools.chain(*rounds))))
+    return [functools.reduce(lax.add, list(itertools.islice(found, len(each)))) for each in rounds]
+
+
+def _rounds(pairs: Pairs) -> list[Pairs]:
+    """Pairs the other way, in as few rounds as have different destinations; one at least."""
+    rounds: list[list[tuple[int, int]]] = [[]]
+    for source, destination in pairs:
+        free = next((made for made in rounds if all(source != to for _, to in made)), None)
+        if free is None:
+            free = []
+            rounds.append(free)
+        free.append((destination, source))
+    return list(map(tuple, rounds))
 
 
 def _to_root(cotangents: list[Any], *, axes: tuple[str, ...], root: int) -> list[Any]:

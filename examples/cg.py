@@ -11,19 +11,16 @@ sensitivity to the conductivity k, by one more solve.
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from grid import BLOCKS, grid_of_ranks
 from jax.scipy.sparse.linalg import cg
 
 import collectives
 import spmd
-from placements import Mesh, P, Shard
-
-BLOCKS = P(y=Shard(0), x=Shard(1))
 
 
 def operator(conductivity: jax.Array, u: jax.Array) -> jax.Array:
@@ -52,12 +49,6 @@ def problem(rows: int, columns: int) -> tuple[np.ndarray, np.ndarray, np.ndarray
     conductivity = 1 + 0.5 * np.sin(2 * np.pi * y) * np.cos(4 * np.pi * x)
     source = np.cos(2 * np.pi * (x + 2 * y)) + 0.3 * np.sin(6 * np.pi * x)
     return conductivity, source, 5 * np.cos(2 * np.pi * (x + 2 * y + 0.1))
-
-
-def grid_of_ranks(ranks: int) -> Mesh:
-    """The mesh that is nearest to a square."""
-    rows = max(n for n in range(1, math.isqrt(ranks) + 1) if ranks % n == 0)
-    return Mesh(y=rows, x=ranks // rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> float:

@@ -9,20 +9,18 @@ The stencil is written as on one machine, and the plate has walls: nothing in `s
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from grid import BLOCKS, grid_of_ranks
 from jax import lax
 from tqdm import tqdm
 
 import collectives
 import spmd
-from placements import Mesh, P, Shard
 
-BLOCKS = P(y=Shard(0), x=Shard(1))
 ALPHA = 0.2
 """Diffusivity times dt / dx²: below 1/4, so it is stable."""
 
@@ -44,12 +42,6 @@ def step(plate: jax.Array) -> jax.Array:
 def advance(plate: jax.Array, steps: int) -> jax.Array:
     """Many steps, in one loop."""
     return lax.fori_loop(0, steps, lambda _, plate: step(plate), plate)
-
-
-def grid_of_ranks(ranks: int) -> Mesh:
-    """The mesh that is nearest to a square."""
-    rows = max(n for n in range(1, math.isqrt(ranks) + 1) if ranks % n == 0)
-    return Mesh(y=rows, x=ranks // rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> np.ndarray:

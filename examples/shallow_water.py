@@ -19,12 +19,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from grid import BLOCKS, grid_of_ranks
 from jax import lax
 from tqdm import tqdm
 
 import collectives
 import spmd
-from placements import Mesh, P, Shard
+from placements import Mesh, P
 
 GRAVITY, CORIOLIS, DEPTH = 9.81, 1e-4, 100.0
 """m/s², 1/s, m."""
@@ -38,8 +39,6 @@ Block = tuple[jax.Array, jax.Array, jax.Array]
 
 State = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 """A block without anything around it, and its accelerations (m/s²) of the step before."""
-
-BLOCKS = P(y=Shard(0), x=Shard(1))
 
 
 def initial_state(size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -121,12 +120,6 @@ def simulation(mesh: Mesh, spacing: float, dt: float, steps: int) -> spmd.SpmdFu
         return *state[:3], collectives.all_reduce(state[0].sum() * spacing**2, ("y", "x"))
 
     return spmd.shard_map(advance, mesh=mesh, in_placements=BLOCKS, out_placements=(BLOCKS, BLOCKS, BLOCKS, P()))
-
-
-def grid_of_ranks(ranks: int) -> Mesh:
-    """The mesh that is nearest to a square."""
-    rows = max(n for n in range(1, math.isqrt(ranks) + 1) if ranks % n == 0)
-    return Mesh(y=rows, x=ranks // rows)
 
 
 def picture(height: np.ndarray, east: np.ndarray, north: np.ndarray, path: Path) -> None:

@@ -246,7 +246,7 @@ class SpmdFunction:
         trees: list[Any] = []
 
         def flat(*values: Any) -> list[Any]:
-            rebuilt = _rebuilt(bound, self.signature, values)
+            rebuilt = rebuilt_with(bound, self.signature, values)
             found, treedef = jax.tree.flatten(self.function(*rebuilt.args, **rebuilt.kwargs))
             trees.append(treedef)
             return found
@@ -392,7 +392,7 @@ def _constrained(tree: Any, prefix: Any, what: str, name: str) -> Any:
     """A tree with every stated leaf constrained."""
     if prefix is None:
         return tree
-    placed, treedef = place_leaves(prefix, tree, name, what, lambda path, leaf: _traced_aval(leaf))
+    placed, treedef = place_leaves(prefix, tree, name, what, lambda path, leaf: traced_aval(leaf))
     found = []
     for leaf in placed:
         try:
@@ -414,7 +414,8 @@ def _described(value: Any) -> str:
     return f"{type(value).__name__} of dtype {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
 
 
-def _traced_aval(value: Any) -> Any:
+def traced_aval(value: Any) -> Any:
+    """The aval of a value inside a trace, DArrays that are closed over among them."""
     return aval_in_trace(value) if isinstance(value, DArray) else jax.typeof(value)
 
 
@@ -425,7 +426,7 @@ def _input(value: Any, layout: Layout, aval: Any) -> Ranks:
     return shards_of(value if isinstance(value, jax.Array) else np.asarray(value, aval.dtype), layout)
 
 
-def _rebuilt(bound: inspect.BoundArguments, signature: Signature, values: Sequence[Any]) -> inspect.BoundArguments:
+def rebuilt_with(bound: inspect.BoundArguments, signature: Signature, values: Sequence[Any]) -> inspect.BoundArguments:
     """The bound arguments with every array replaced, in order."""
     at = 0
     rebuilt = inspect.BoundArguments(bound.signature, dict(bound.arguments))

@@ -40,6 +40,9 @@ Ranks = tuple[Any, ...]
 Positions = Sequence[int]
 """The places in the mesh, row-major, of the ranks that are simulated side by side."""
 
+SimulateControl = Callable[[list[Any], list[list[Any]], Positions], list[list[Any]]]
+"""A loop or branch on the values of the ranks at some positions: what each rank gets."""
+
 Memo = dict[tuple[int, ...], tuple[list[Any], list[Any]]]
 """Equation and operands, by identity, to results; the operands are kept, so that an identity stays theirs."""
 
@@ -128,13 +131,17 @@ def _simulate_scan(eqns: list[Any], operands: list[list[Any]], positions: Positi
     return [[*carry, *ys] for carry, ys in zip(carries, stacked, strict=True)]
 
 
-def _simulate_while(eqns: list[Any], operands: list[list[Any]], positions: Positions) -> list[list[Any]]:
-    """A loop of its own for all ranks that decide together, as the first of them does."""
-    results: dict[int, list[Any]] = {}
-    for group in _deciding(eqns, positions):
-        chosen = _chosen(group, eqns, operands, positions)
-        results.update(zip(group, _while_together(*chosen), strict=True))
-    return [results[at] for at in range(len(eqns))]
+def _by_group(together: SimulateControl) -> SimulateControl:
+    """A loop or branch of their own for all ranks that decide together, as the first of them does."""
+
+    def simulate_control(eqns: list[Any], operands: list[list[Any]], positions: Positions) -> list[list[Any]]:
+        results: dict[int, list[Any]] = {}
+        for group in _deciding(eqns, positions):
+            chosen = _chosen(group, eqns, operands, positions)
+            results.update(zip(group, together(*chosen), strict=True))
+        return [results[at] for at in range(len(eqns))]
+
+    return simulate_control
 
 
 def _while_together(eqns: list[Any], operands: list[list[Any]], positions: Positions) -> list[list[Any]]:
@@ -154,15 +161,6 @@ def _while_together(eqns: list[Any], operands: list[list[Any]], positions: Posit
     return lax.while_loop(proceed, step, [values[at:] for values, at in zip(operands, seconds, strict=True)])
 
 
-def _simulate_cond(eqns: list[Any], operands: list[list[Any]], positions: Positions) -> list[list[Any]]:
-    """A branch of their own for all ranks that decide together, as the first of them does."""
-    results: dict[int, list[Any]] = {}
-    for group in _deciding(eqns, positions):
-        chosen = _chosen(group, eqns, operands, positions)
-        results.update(zip(group, _cond_together(*chosen), strict=True))
-    return [results[at] for at in range(len(eqns))]
-
-
 def _cond_together(eqns: list[Any], operands: list[list[Any]], positions: Positions) -> list[list[Any]]:
     def branch(at: int) -> Callable[[list[list[Any]]], list[list[Any]]]:
         return lambda inputs: _bodies([eqn.params["branches"][at] for eqn in eqns], inputs, positions)
@@ -171,10 +169,10 @@ def _cond_together(eqns: list[Any], operands: list[list[Any]], positions: Positi
     return lax.switch(jnp.asarray(operands[0][0], jnp.int32), branches, [values[1:] for values in operands])
 
 
-SIMULATED_CONTROL: Final[dict[str, Callable[[list[Any], list[list[Any]], Positions], list[list[Any]]]]] = {
-    "cond": _simulate_cond,
+SIMULATED_CONTROL: Final[dict[str, SimulateControl]] = {
+    "cond": _by_group(_cond_together),
     "scan": _simulate_scan,
-    "while": _simulate_while,
+    "while": _by_group(_while_together),
 }
 """Loops and branches whose bodies communicate: one loop over the values of all ranks."""
 

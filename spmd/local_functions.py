@@ -17,10 +17,9 @@ import jax
 from collectives.jax_compat import abstract_mesh, varying_axes
 from placements import Mesh, P, Partial, PlacementError, Shard
 from placements.layout import resolve
-from spmd.api import Options, SpmdFunction
-from spmd.array import DArray, aval_in_trace
+from spmd.api import Options, SpmdFunction, rebuilt_with, traced_aval
 from spmd.errors import ArgumentError
-from spmd.prefix import is_leaf, place_leaves
+from spmd.prefix import PlacedLeaf, is_leaf, place_leaves
 from spmd.signature import Signature, read_signature
 from spmd.trace import tracing_mesh
 
@@ -64,7 +63,7 @@ def shard_map(
     def decorate(target: Callable[..., Any]) -> SpmdFunction:
         signature = read_signature(target, in_placements, out_placements, ((), ()), ((), ()), frame_locals)
         local = _LocalFunction(target, signature, names)
-        return SpmdFunction(local, local.around, Options(mesh, "warn", "error", None))
+        return SpmdFunction(local, signature, Options(mesh, "warn", "error", None))
 
     return decorate if function is None else decorate(function)
 
@@ -75,7 +74,6 @@ class _LocalFunction:
     def __init__(self, function: Callable[..., Any], signature: Signature, axes: tuple[str, ...] | None) -> None:
         self.function, self.signature, self.axes = function, signature, axes
         self.__name__ = signature.name
-        self.around = signature
         if signature.result is None:
             raise ArgumentError(
                 f"{self.what}: no out_placements; every result has a placement, P() for one that is whole."
@@ -98,20 +96,17 @@ class _LocalFunction:
         bound = self.signature.bind(args, kwargs)
         values: list[Any] = []
         specs: list[Any] = []
-        structure = {}
         for name, value in bound.arguments.items():
             what = f"{self.what}: the placements of argument {name!r}"
-            leaves, structure[name] = place_leaves(self.signature.prefix(name), value, name, what, _aval)
+            prefix = self.signature.prefix(name)
+            leaves, _ = place_leaves(prefix, value, name, what, lambda path, leaf: traced_aval(leaf))
             for leaf in leaves:
                 values.append(leaf.value)
                 specs.append(self.argument_spec(leaf.path, leaf.aval, leaf.stated, mesh, axes))
 
         def local(*shards: Any) -> Any:
-            at = 0
-            for name, treedef in structure.items():
-                bound.arguments[name] = jax.tree.unflatten(treedef, shards[at : at + treedef.num_leaves])
-                at += treedef.num_leaves
-            return self.results(self.function(*bound.args, **bound.kwargs), mesh, axes)
+            inside = rebuilt_with(bound, self.signature, shards)
+            return self.results(self.function(*inside.args, **inside.kwargs), mesh, axes)
 
         out_specs = jax.tree.map(lambda leaf: _result_spec(leaf, mesh, axes), self.signature.result, is_leaf=is_leaf)
         mapped = jax.shard_map(
@@ -155,10 +150,14 @@ class _LocalFunction:
                 )
         return jax.sharding.PartitionSpec(*(names or None for names in dims))
 
+    def placed(self, tree: Any) -> tuple[list[PlacedLeaf], Any]:
+        """The leaves of a result with what is stated for each, and its structure."""
+        what = f"{self.what}: the placements of the result"
+        return place_leaves(self.signature.result, tree, "result", what, lambda path, leaf: jax.typeof(leaf))
+
     def results(self, tree: Any, mesh: Mesh, axes: Sequence[str]) -> Any:
         """What a local function returned, checked; parts as the only row of a stack."""
-        what = f"{self.what}: the placements of the result"
-        placed, treedef = place_leaves(self.signature.result, tree, "result", what, lambda path, leaf: jax.typeof(leaf))
+        placed, treedef = self.placed(tree)
         found = []
         for leaf in placed:
             stated = leaf.stated
@@ -189,8 +188,7 @@ class _LocalFunction:
         """The results, with stacks of parts reduced."""
         mesh = tracing_mesh()
         assert mesh is not None
-        what = f"{self.what}: the placements of the result"
-        placed, treedef = place_leaves(self.signature.result, tree, "result", what, lambda path, leaf: jax.typeof(leaf))
+        placed, treedef = self.placed(tree)
         found = []
         for leaf in placed:
             parts = _parts(leaf.stated or P(), mesh, axes)
@@ -209,10 +207,6 @@ _REDUCE: dict[str, Callable[[Any], Any]] = {
     "xor": lambda x: jax.lax.reduce_xor(x, (0,)),
 }
 """Per op the reduction of a stack of parts."""
-
-
-def _aval(path: str, value: Any) -> Any:
-    return aval_in_trace(value) if isinstance(value, DArray) else jax.typeof(value)
 
 
 def _check_result(what: str, leaf: Any) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from collectives.functions import broadcast_p, reduce_p
-from collectives.jax_compat import JaxprEqn, Literal, Var, known_primitive, new_equation, source_of
+from collectives.jax_compat import JaxprEqn, Literal, Var, known_primitive, new_equation, shaped_like, source_of
 from placements import Mesh, P, Shard
 from spmd.errors import TransformationError
 from spmd.rules.named import CALLS, names_of
@@ -266,7 +266,7 @@ def _stacked_all_to_all(eqn: JaxprEqn) -> list[JaxprEqn]:
 
 
 def _like(atom: Any, shape: tuple[int, ...]) -> Any:
-    return Var(atom.aval.update(shape=shape))
+    return Var(shaped_like(atom.aval, shape))
 
 
 def _reshape(eqn: JaxprEqn, operand: Any, result: Any) -> JaxprEqn:

@@ -62,6 +62,10 @@ class PlannedEqn:
     count: int | None = 1
     call: Call | None = None
 
+    def runs(self, count: int | None) -> int | None:
+        """How often its bodies run where it runs `count` times; None: not known."""
+        return None if count is None or self.count is None else count * self.count
+
     def received(self, index: int) -> int:
         """The bytes that the busiest rank receives for an operand of its call: the formulas of `collectives.functions`."""
         call, mesh = self.call, self.operands[index].mesh
@@ -135,9 +139,8 @@ class Plan:
                 yield self.sourced(move, count)
             if planned.call is not None and self.mesh.group_size(planned.call.axes) > 1:
                 yield SourcedCall(planned, self.jaxpr.source(planned.eqn), count)
-            inner = None if count is None or planned.count is None else count * planned.count
             for body in planned.bodies:
-                yield from body.sent(inner)
+                yield from body.sent(planned.runs(count))
         for move in self.exits:
             yield self.sourced(move, count)
 
@@ -192,6 +195,11 @@ class Plan:
                 pairs = zip(planned.eqn.outvars, planned.results, strict=True)
                 total += sum(self.machine.memory_us(local_bytes(var.aval, layout)) for var, layout in pairs)
         return total
+
+
+def shown_times(count: int | None) -> str:
+    """How often something runs, for texts; nothing where that is once."""
+    return "" if count == 1 else f" x {'?' if count is None else count}"
 
 
 def times(count: int | None) -> int:

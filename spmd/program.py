@@ -30,7 +30,7 @@ from placements.redistribute import step_bytes
 from spmd.effects import CALLBACKS
 from spmd.errors import ArgumentError, CommunicationMismatch
 from spmd.lower import local_jaxpr, shape_key, uneven_splits
-from spmd.plan import LOCAL, Plan, SourcedCall, item_sizes, times
+from spmd.plan import LOCAL, Plan, SourcedCall, item_sizes, shown_times, times
 from spmd.text import Naming, program_lines
 from spmd.trace import nbytes
 
@@ -60,10 +60,9 @@ class Collective:
 
     def __str__(self) -> str:
         detail = ", ".join((*self.axes, *((self.op,) if self.op else ())))
-        times = "" if self.count == 1 else " x ?" if self.count is None else f" x {self.count}"
         where = f"; {self.source}" if self.source.function else ""
         shape = ",".join(map(str, self.shape))
-        return f"{self.name}[{detail}] {self.dtype}[{shape}]  {self.bytes} bytes{times}: {self.reason}{where}"
+        return f"{self.name}[{detail}] {self.dtype}[{shape}]  {self.bytes} bytes{shown_times(self.count)}: {self.reason}{where}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +94,7 @@ class Fallback:
     count: int | None = 1
 
     def __str__(self) -> str:
-        times = "" if self.count == 1 else f" x {'?' if self.count is None else self.count}"
-        return f"{self.primitive} ({self.source}, {self.bytes} bytes{times} moved)"
+        return f"{self.primitive} ({self.source}, {self.bytes} bytes{shown_times(self.count)} moved)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,9 +309,8 @@ def _fallbacks(plan: Plan, count: int | None) -> Iterator[Fallback]:
             steps = ((move, step) for move in planned.moves for step in move.steps)
             moved = sum(step_bytes(step, item_sizes(move.atom.aval)) for move, step in steps)
             yield Fallback(name, plan.jaxpr.source(planned.eqn), moved, count)
-        inner = None if count is None or planned.count is None else count * planned.count
         for body in planned.bodies:
-            yield from _fallbacks(body, inner)
+            yield from _fallbacks(body, planned.runs(count))
 
 
 def _called(sent: SourcedCall, message: int) -> Iterator[Collective]:

@@ -18,7 +18,7 @@ from collectives.jax_compat import Literal
 from placements import Layout
 from placements.redistribute import step_bytes
 from spmd.effects import CALLBACKS
-from spmd.plan import LOCAL, Move, Plan, PlannedEqn, SourcedMove, item_sizes
+from spmd.plan import LOCAL, Move, Plan, PlannedEqn, SourcedMove, item_sizes, shown_times
 
 
 class Naming:
@@ -128,10 +128,9 @@ def _body_rows(program: Any, naming: Naming, planned: PlannedEqn, indent: str, c
         kind = f"branch {number}" if name == "cond" else kind
         kind = f"local over {', '.join(params['local'])}:" if name == "shard_map" else kind
         yield f"{indent}{kind} {inputs}{times}", "", ""
-        inner = None if count is None or planned.count is None else count * planned.count
         depth = naming.local
         naming.local += name == "shard_map"
-        yield from _plan_rows(program, naming, body, indent + "  ", inner)
+        yield from _plan_rows(program, naming, body, indent + "  ", planned.runs(count))
         naming.local = depth
         results = [naming.placed(a, layout) for a, layout in zip(body.jaxpr.outputs, body.departures, strict=True)]
         yield f"{indent}  yield {', '.join(results)}", "", ""
@@ -150,7 +149,7 @@ def _input_rows(program: Any, naming: Naming) -> Iterator[Row]:
 
 def _move_rows(program: Any, naming: Naming, sourced: SourcedMove) -> Iterator[Row]:
     move, source = sourced.move, sourced.source
-    times = "" if sourced.count == 1 else f" x {'?' if sourced.count is None else sourced.count}"
+    times = shown_times(sourced.count)
     sizes, sent = item_sizes(move.atom.aval), sum(step.communicates for step in move.steps)
     for step in move.steps:
         operand = naming.placed(move.atom, step.source)
@@ -174,10 +173,9 @@ def _call_row(program: Any, naming: Naming, plan: Plan, planned: PlannedEqn, cou
     eqn = planned.eqn
     results = _few([naming(var) for var in eqn.outvars])
     operands = _few([naming.placed(a, layout) for a, layout in zip(eqn.invars, planned.operands, strict=True)])
-    is_local = naming.local > 0
-    each = [_typed(program, v.aval, layout, is_local) for v, layout in zip(eqn.outvars, planned.results, strict=True)]
+    each = _result_types(program, naming, planned)
     types = _few(each) if len(each) > FEW else ", ".join(each)
-    times = "" if count == 1 else f" x {'?' if count is None else count}"
+    times = shown_times(count)
     received = sum(map(planned.received, range(len(call.each))))
     where = f"; {source.offset}" if source.function else ""
     return f"{results} = {call.name}[{detail}] {operands}", types, f"  # {received} bytes{times}: {LOCAL}{where}"
@@ -205,8 +203,7 @@ def _equation_row(program: Any, naming: Naming, planned: PlannedEqn) -> Row:
     results = " ".join(naming(var) for var in eqn.outvars)
     shown = {key: eqn.params[key] for key in SHOWN if eqn.params.get(key) is not None and eqn.params[key] is not False}
     params = ", ".join(f"{key}={_plain(value)}" for key, value in shown.items())
-    is_local = naming.local > 0
-    types = [_typed(program, v.aval, layout, is_local) for v, layout in zip(eqn.outvars, planned.results, strict=True)]
+    types = _result_types(program, naming, planned)
     text = f"{results}{' = ' if results else ''}{eqn.primitive}{f'[{params}]' if params else ''} {operands}".rstrip()
     how = (
         "once, on the first rank"
@@ -217,6 +214,11 @@ def _equation_row(program: Any, naming: Naming, planned: PlannedEqn) -> Row:
     )
     note = f"  # {how}; {program.plan.jaxpr.source(eqn).offset}" if how else ""
     return text, ", ".join(types), note
+
+
+def _result_types(program: Any, naming: Naming, planned: PlannedEqn) -> list[str]:
+    pairs = zip(planned.eqn.outvars, planned.results, strict=True)
+    return [_typed(program, var.aval, layout, naming.local > 0) for var, layout in pairs]
 
 
 def _plain(value: Any) -> Any:

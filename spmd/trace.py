@@ -48,6 +48,7 @@ from collectives.jax_compat import (
     plain_equation,
     raw_bytes,
     scan_counts,
+    shaped_like,
     solver_body,
     source_of,
     without_dead_code,
@@ -411,7 +412,7 @@ def _while(flat: _Flattening, eqn: JaxprEqn, operands: list[Atom]) -> JaxprEqn:
 def _for_any(eqn: JaxprEqn, condition: GlobalJaxpr) -> GlobalJaxpr:
     """One decision, of a loop that `vmap` gave one for each element of a batch: it runs while any goes on."""
     (each,) = condition.outputs
-    decides = Var(each.aval.update(shape=()))
+    decides = Var(shaped_like(each.aval, ()))
     like = new_equation(eqn, known_primitive("copy"), [each], [decides])
     made = inline_function(lambda goes_on: lax.reduce_or(goes_on, tuple(range(goes_on.ndim))), like)
     return dataclasses.replace(condition, eqns=(*condition.eqns, *made), outputs=(decides,))

@@ -100,7 +100,9 @@ def everything(request: pytest.FixtureRequest) -> bool:
 
 
 def load_example(name: str) -> ModuleType:
-    """A script of `examples/` as a module."""
+    """A script of `examples/` as a module. What the scripts share lies beside them."""
+    if str(ROOT / "examples") not in sys.path:
+        sys.path.append(str(ROOT / "examples"))
     spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

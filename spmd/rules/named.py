@@ -6,7 +6,6 @@ scatters must be whole; sums and movement let parts along the other axes pass.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -44,15 +43,13 @@ def names_of(eqn: JaxprEqn) -> tuple[str, ...]:
 
 def _rule(eqn: JaxprEqn) -> Rule:
     """Every dim by itself, those whole that a collective changes."""
-    count = itertools.count()
     sizes: list[int] = []
     replicated: list[int] = []
 
     def factor(size: int, whole: bool) -> int:
+        index = len(sizes)
         sizes.append(size)
-        index = next(count)
-        if whole:
-            replicated.append(index)
+        replicated.extend([index] * whole)
         return index
 
     operands, results = [], []
