@@ -4,7 +4,7 @@ Needs numpy and JAX alone. Back ends for real processes live in modules of their
 affinity and makes dispatch synchronous where a launcher announced several processes: see `launch`.
 """
 
-from collectives.communicator import Communicator
+from collectives.communicator import Communicator, Receive, Send
 from collectives.errors import (
     BackendError,
     CollectiveError,
@@ -34,7 +34,8 @@ from collectives.functions import (
     vary,
 )
 from collectives.launch import prepare_process
-from collectives.process import world
+from collectives.process import register_backend, world
+from collectives.work import Work
 
 __all__ = [
     "BackendError",
@@ -45,7 +46,10 @@ __all__ = [
     "DivergenceError",
     "InvalidCollective",
     "PeerLeft",
+    "Receive",
+    "Send",
     "TransportError",
+    "Work",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -58,6 +62,7 @@ __all__ = [
     "ragged_all_to_all",
     "reduce",
     "reduce_scatter",
+    "register_backend",
     "scatter",
     "send_recv",
     "shift",

@@ -6,7 +6,7 @@ The other modules import from here, so that a new JAX version is one file's work
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -287,15 +287,21 @@ def backend_exists() -> bool:
     return bool(_xla_bridge.backends_are_initialized())
 
 
-def register_ffi_lowering(made: Primitive, target: str, callback: Any, attributes: Callable[[Any], Any]) -> None:
-    """Lower a primitive to a custom call of an FFI target on CPUs: with a side effect, its first operand aliased."""
-    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(callback), platform="cpu")
+def register_ffi_lowering(
+    made: Primitive, target: str, callbacks: Mapping[str, Any], attributes: Callable[[Any], Any]
+) -> None:
+    """Lower a primitive to a custom call of an FFI target, whose callback is by platform (cpu, cuda): with a side effect, its
+    first operand aliased."""
 
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
         rule = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases={0: 0})
         return rule(ctx, *operands, **attributes(params))
 
-    mlir.register_lowering(made, lower, platform="cpu")
+    for platform, callback in callbacks.items():
+        jax.ffi.register_ffi_target(
+            target, jax.ffi.pycapsule(callback), platform={"cuda": "CUDA"}.get(platform, platform)
+        )
+        mlir.register_lowering(made, lower, platform=platform)
 
 
 def raw_bytes(value: Any) -> bytes:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -84,8 +85,30 @@ def share(cores: list[int], local_size: int, local_rank: int) -> list[int]:
     return cores[local_rank * len(cores) // local_size : (local_rank + 1) * len(cores) // local_size]
 
 
+def gpus(environ: Mapping[str, str], devices: Sequence[str]) -> int:
+    """How many GPUs this process may use, from its variables and the names in /dev; none where JAX is told to use CPUs.
+
+    >>> gpus({"CUDA_VISIBLE_DEVICES": "2,3"}, []), gpus({}, ["nvidia0", "nvidiactl"])
+    (2, 1)
+    >>> gpus({"JAX_PLATFORMS": "cpu"}, ["nvidia0"])
+    0
+    """
+    if environ.get("JAX_PLATFORMS", "cuda").split(",")[0] not in ("cuda", "gpu", ""):
+        return 0
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    return sum(1 for name in devices if re.fullmatch(r"nvidia\d+", name))
+
+
+@functools.cache
+def visible_gpus() -> int:
+    """How many GPUs this process may use, without a look at CUDA."""
+    return gpus(os.environ, os.listdir("/dev") if os.path.isdir("/dev") else [])
+
+
 def prepare_process() -> None:
-    """Narrow the affinity and make dispatch synchronous, if more than one process is announced."""
+    """Narrow the affinity, make dispatch synchronous and take one GPU, if more than one process is announced."""
     found = launch()
     if found is None:
         return
@@ -95,6 +118,8 @@ def prepare_process() -> None:
             "Import spmd (or collectives) before anything that computes.",
             stacklevel=3,
         )
+    if visible_gpus() > 1:
+        jax.config.update("jax_cuda_visible_devices", str(found.local_rank % visible_gpus()))
     if os.environ.get("SPMD_ASYNC") != "1":
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     if os.environ.get("SPMD_AFFINITY") != "off" and "sched_setaffinity" in dir(os):

@@ -10,14 +10,15 @@ import functools
 import hashlib
 import sys
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 
-from collectives.communicator import Communicator
-from collectives.errors import BackendError, TransportError
+from collectives.communicator import Communicator, Receive, Send
+from collectives.errors import BackendError, InvalidCollective, TransportError
 from collectives.launch import Launch
 from collectives.mpi_transfers import (
     ABANDONED,
@@ -28,11 +29,15 @@ from collectives.mpi_transfers import (
     TAG,
     TYPES,
     Prepared,
+    Receiving,
+    Sending,
+    Underway,
 )
 from collectives.watch import end, ends_job, wait
-from collectives.wire import Transfer, arrange
-from placements.intervals import Bounds
+from collectives.wire import Transfer
+from collectives.work import Work
 
+BARRIER: Final = Transfer("barrier", np.dtype(np.uint8), 0, 0)
 FIRST_TAG: Final = 100
 """The first of the tags that a new communicator's members meet with."""
 
@@ -48,9 +53,12 @@ class Job:
         self.comm = comm
         node = comm.Split_type(MPI.COMM_TYPE_SHARED)
         self.node = frozenset(MPI.Group.Translate_ranks(node.Get_group(), None, comm.Get_group()))
+        self.local_rank = int(node.rank)
         node.Free()
         self.communicators: list[MpiCommunicator] = []
+        self.closed: list[list[int]] = []
         self.completed: dict[int, dict[int, int]] = {}
+        self.ends = False
         self.sent: list[Any] = []
 
     def absent(self, communicator: MpiCommunicator) -> list[int]:
@@ -72,7 +80,8 @@ class Job:
 
     def announce(self) -> None:
         """Tell the others that this rank ends."""
-        words = np.array([[each.key, each.done] for each in self.communicators], np.uint64)
+        self.ends = True
+        words = np.array([*([each.key, each.done] for each in self.communicators), *self.closed], np.uint64)
         for rank in range(self.comm.size):
             if rank != self.comm.rank:
                 self.sent.append((words, self.comm.Isend([words, words.size, MPI.UINT64_T], rank, TAG)))
@@ -90,21 +99,22 @@ class MpiCommunicator(Communicator):
     """
 
     def __init__(self, comm: Any, world_ranks: tuple[int, ...], job: Job, name: str) -> None:
-        self.comm, self.world_ranks, self.job, self.name = comm, world_ranks, job, name
+        super().__init__(world_ranks, job.local_rank)
+        self.comm, self.job, self.name = comm, job, name
+        self._last: weakref.WeakValueDictionary[tuple[int, int], Receiving] = weakref.WeakValueDictionary()
         self.key = key_of(name)
-        self.done = 0
         self._scratch: Any = None
         job.communicators.append(self)
 
-    @property
+    @functools.cached_property
     def rank(self) -> int:
         """The index of this process in the group."""
         return int(self.comm.rank)
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """The number of members."""
-        return int(self.comm.size)
+        return len(self.world_ranks)
 
     def absent(self) -> list[int]:
         """The members, by world rank, that have left and will not come to the next operation."""
@@ -124,45 +134,45 @@ class MpiCommunicator(Communicator):
         """A transfer ready to be called with two addresses; `what()` names it in errors."""
         return Prepared(self, transfer, what)
 
-    def _run(self, name: str, array: Any, **arguments: Any) -> Any:
-        arranged = arrange(name, np.asarray(array), self.rank, self.size, **arguments)
-        buffer = np.ascontiguousarray(arranged.buffer)
-        received = np.empty(arranged.transfer.items_out, arranged.transfer.dtype)
-        transfer = self.prepare(arranged.transfer, lambda: f"{name} of {buffer.dtype}{list(np.shape(array))}")
-        transfer.run(buffer.ctypes.data, received.ctypes.data, (buffer, received))
-        return arranged.result(received)
+    def begin(self, transfer: Transfer, sent: Any, received: Any, what: Callable[[], str]) -> Underway:
+        """See `Communicator.begin`."""
+        return self.prepare(transfer, what).begin(sent, received)
 
-    def all_reduce(self, array: Any, *, op: str) -> Any:
-        """See `Communicator.all_reduce`."""
-        return self._run("all_reduce", array, op=op)
+    def ready(self, transfer: Transfer, what: Callable[[], str]) -> Callable[[Any, Any], None]:
+        """See `Communicator.ready`."""
+        return self.prepare(transfer, what).on
 
-    def all_gather(self, array: Any, *, dim: int, sizes: Sequence[int]) -> Any:
-        """See `Communicator.all_gather`."""
-        return self._run("all_gather", array, dim=dim, sizes=sizes)
+    def begin_messages(self, sends: Sequence[Send], receives: Sequence[Receive]) -> list[Any]:
+        """See `Communicator.begin_messages`."""
+        coming: list[Any] = []
+        going: list[Any] = []
+        try:
+            for message in receives:
+                key = message.source, message.tag
+                before = self._last.get(key)
+                found = Receiving(self, message.source, message.tag, message.out, before)
+                self._last[key] = found
+                coming.append(found)
+            for each in sends:
+                going.append(Sending(self, each.array, each.to, each.tag))
+        except BaseException as error:
+            ABANDONED.append((coming, going))
+            self.fail(error)
+            raise
+        return [*going, *coming]
 
-    def reduce_scatter(self, array: Any, *, op: str, dim: int, sizes: Sequence[int]) -> Any:
-        """See `Communicator.reduce_scatter`."""
-        return self._run("reduce_scatter", array, op=op, dim=dim, sizes=sizes)
-
-    def all_to_all(self, array: Any, *, dim: int, sizes: Sequence[int], to_dim: int, to_sizes: Sequence[int]) -> Any:
-        """See `Communicator.all_to_all`."""
-        return self._run("all_to_all", array, dim=dim, sizes=sizes, to_dim=to_dim, to_sizes=to_sizes)
-
-    def exchange(self, array: Any, *, dim: int, have: Sequence[Bounds], want: Sequence[Bounds]) -> Any:
-        """See `Communicator.exchange`."""
-        return self._run("exchange", array, dim=dim, have=have, want=want)
-
-    def broadcast(self, array: Any, *, root: int) -> Any:
-        """See `Communicator.broadcast`."""
-        return self._run("broadcast", array, root=root)
-
-    def permute(self, array: Any, *, pairs: Sequence[tuple[int, int]]) -> Any:
-        """See `Communicator.permute`."""
-        return self._run("permute", array, pairs=pairs)
+    def left(self, rank: int) -> list[int]:
+        """A member, by world rank, if it has left."""
+        return self.job.gone((self.world_ranks[rank],), self.key, 2**62)
 
     def barrier(self) -> None:
-        """Return when every member has called it."""
-        self._finish(self.comm.Ibarrier(), lambda: "barrier")
+        """Return when every member has called it, and its collectives before are done. Messages may be underway."""
+        self.check_usable()
+        self._compare("barrier")
+        nothing = np.empty(0, np.uint8)
+        work = Work(self, [self.begin(BARRIER, nothing, nothing, lambda: "barrier")], lambda: None, lambda: "barrier")
+        self.queue.add(work)
+        work.wait()
 
     def compare(self, words: np.ndarray[Any, Any], largest: np.ndarray[Any, Any], what: Callable[[], str]) -> None:
         """All-reduce `words` by max into `largest`: a few words, for every launch."""
@@ -189,13 +199,30 @@ class MpiCommunicator(Communicator):
         """End the job, every process of it."""
         abort(status)
 
+    def close(self) -> None:
+        """See `Communicator.close`: MPI's communicator is freed. Libraries have one or two thousand."""
+        if self.job.ends or self.is_closed or self.is_world:
+            return
+        assert self.rank < self.size  # known from here on
+        if self.poison is None:
+            self.drain()
+            self.barrier()
+            status = MPI.Status()
+            if self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):  # MPI would give it to a communicator made later
+                self.is_closed = True
+                raise InvalidCollective(f"close: nobody received a message of member {status.source}.")
+        super().close()
+        self.job.communicators.remove(self)
+        self.job.closed.append([self.key, self.done])
+        self.comm.Free()
+
     def subgroup(self, ranks: tuple[int, ...], name: str) -> MpiCommunicator:
         """The communicator of some members (indices here), in that order. They all call it, with one name.
 
         The tag follows from the name: it must be the same on all members, whatever else each of them has made.
         """
         world_ranks = tuple(self.world_ranks[rank] for rank in ranks)
-        full_name, tag = f"{name} {world_ranks}", FIRST_TAG + zlib.crc32(name.encode()) % 30_000
+        full_name, tag = f"{self.name} > {name} {world_ranks}", FIRST_TAG + zlib.crc32(name.encode()) % 30_000
         what = f"{name}: making the communicator of world ranks {list(world_ranks)}, which each of them has to call for"
         self._meet(ranks, tag, lambda: what, functools.partial(self.job.gone, world_ranks, key_of(full_name), 0))
         group = self.comm.Get_group().Incl(list(ranks))
@@ -205,7 +232,7 @@ class MpiCommunicator(Communicator):
             except MPI.Exception as error:
                 raise BackendError(
                     f"{what}: {error}. {len(self.job.communicators)} communicators exist; every mesh makes some, and MPI "
-                    "libraries end at one or two thousand."
+                    "libraries end at one or two thousand. Close those that are not needed: `group.close()`."
                 ) from error
         return MpiCommunicator(made, world_ranks, self.job, full_name)
 

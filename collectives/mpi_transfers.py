@@ -11,11 +11,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+import jax.numpy as jnp
 import numpy as np
 
+from collectives.calls import receives_into
 from collectives.errors import BackendError, TransportError
 from collectives.watch import wait
-from collectives.wire import Piece, Transfer
+from collectives.wire import FUNCTIONS, Piece, Transfer
 from placements.intervals import Bounds
 
 try:
@@ -36,14 +38,14 @@ KEPT: Final = 64
 TAG: Final = 7
 DIRECT: Final = 8
 """Members of a group on one node that reduce by messages to one another: MPI's own reductions copy more, and add slower."""
-DIRECT_FROM: Final = 2**10
+DIRECT_FROM: Final = 2**14
 """Bytes from which they do."""
 ONE_STEP: Final = 2**17
 """Bytes received up to which every member reduces all of a message itself."""
 SEGMENT: Final = 2**20
 """Bytes reduced at a time beyond that: what is received stays in the cache."""
 SCRATCH: Final = SEGMENT + 64 * DIRECT
-"""Bytes that a communicator keeps for what is received."""
+"""Bytes that a communicator keeps for what is received, and for its part of what another member gets."""
 
 OPS: Final = {
     "sum": MPI.SUM, "prod": MPI.PROD, "max": MPI.MAX, "min": MPI.MIN, "and": MPI.BAND, "or": MPI.BOR, "xor": MPI.BXOR,
@@ -59,13 +61,20 @@ TYPES: Final = {
 }  # fmt: skip
 """float16 is moved, never reduced."""
 
-NUMPY: Final[dict[str, Any]] = {
-    "sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum,
-    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-}  # fmt: skip
+NUMPY: Final[dict[str, Any]] = {op: getattr(np, name) for op, name in FUNCTIONS.items()}
 
+HINT: Final = (
+    "\nDo all members make this call, with arrays of the same shape and dtype? SPMD_DEBUG=detail compares them."
+)
+"""What MPI does not say."""
 ABANDONED: Final[list[Any]] = []
 """Requests that failed underway, with their buffers: MPI may still use these."""
+
+ADDRESS: Final = MPI.Get_address
+"""Where an array begins: a tenth of the time that numpy takes to say it."""
+
+LOOKS: Final = 20
+"""How often MPI is asked whether something is done before other things get their turn."""
 
 Spec = list[Any]
 Start = Callable[[], list[Any]]
@@ -91,6 +100,14 @@ class Prepared:
             print(f"rank {rank}: {type(error).__name__}: {error or self.what()}; the job ends", file=sys.stderr)
             self.communicator.abort(130 if isinstance(error, KeyboardInterrupt) else 1)
 
+    def on(self, sent: Any, received: Any) -> None:
+        """Run it on numpy arrays."""
+        source, target = ADDRESS(sent), ADDRESS(received)
+        if source < target + received.nbytes and target < source + sent.nbytes:  # MPI may write before it has read
+            sent = sent.copy()
+            source = ADDRESS(sent)
+        self.run(source, target, (sent, received))
+
     def run(self, source: int, target: int, owners: tuple[Any, ...]) -> None:
         """Run it. Raises `TransportError` where it does not end; what owns the memory is then kept for good."""
         starts = self.starts.get((source, target))
@@ -109,12 +126,16 @@ class Prepared:
                     wait(functools.partial(MPI.Request.Testall, requests), self.what, self.communicator.absent)
         except MPI.Exception as error:
             ABANDONED.append((self.pending, starts, owners))
-            raise TransportError(f"{self.what()}: {error}") from error
+            raise TransportError(f"{self.what()}: {error}{HINT}") from error
         except BaseException:
             ABANDONED.append((self.pending, starts, owners))
             raise
         self.pending = ()
         self.communicator.done += 1
+
+    def begin(self, sent: Any, received: Any) -> Underway:
+        """The same on arrays, as something that is polled."""
+        return Underway(self, sent, received)
 
     def spec(self, address: int, start: int, count: int) -> Spec:
         """Items of a buffer as mpi4py takes them.
@@ -126,9 +147,125 @@ class Prepared:
             return [MPI.memory.frombuffer(np.empty(size, np.uint8)), 0, self.kind]
         return [MPI.memory.fromaddress(address + start * size, count * size), count, self.kind]
 
+    def memory(self, address: int, piece: Piece) -> Any:
+        """A run of items of a buffer."""
+        size = self.transfer.dtype.itemsize
+        return MPI.memory.fromaddress(address + piece.start * size, piece.count * size)
+
     def array(self, address: int, start: int, count: int) -> Any:
         """Items of a buffer as a numpy array."""
         return np.frombuffer(self.spec(address, start, count)[0], self.transfer.dtype, count)
+
+
+def tested(requests: Sequence[Any]) -> bool:
+    """Whether requests are done, after some looks: MPI moves a part of a long message at each."""
+    test = requests[0].Test if len(requests) == 1 else functools.partial(MPI.Request.Testall, requests)
+    return any(test() for _ in range(LOOKS))
+
+
+class Underway:
+    """A transfer that is polled: its requests, one start after the other."""
+
+    def __init__(self, prepared: Prepared, sent: Any, received: Any) -> None:
+        self.prepared, self.owners = prepared, (sent, received)
+        self.starts = iter(BUILD[prepared.transfer.kind](prepared, sent.ctypes.data, received.ctypes.data))
+        self.requests: Sequence[Any] = ()
+        self.is_done = False
+
+    def poll(self) -> bool:
+        """Go on; whether it is done. What failed underway keeps its memory for good: MPI may still use it."""
+        try:
+            while not self.is_done:
+                if self.requests and not tested(self.requests):
+                    return False
+                start = next(self.starts, None)
+                self.requests = () if start is None else start()
+                self.is_done = start is None
+        except BaseException as error:
+            ABANDONED.append((self.requests, self.starts, self.owners))
+            if isinstance(error, MPI.Exception):
+                raise TransportError(f"{self.prepared.what()}: {error}{HINT}") from error
+            raise
+        self.prepared.communicator.done += 1
+        return True
+
+    def absent(self) -> list[int]:
+        """The members that have left and will not take part."""
+        return self.prepared.communicator.absent()
+
+
+HEADER: Final = 256
+"""Bytes that say what a message is: its dtype and its shape."""
+SHORT: Final = 4096
+"""Bytes of an array that travel with them."""
+FIRST_MESSAGE_TAG: Final = 30_200
+"""The first of the tags of messages: two for each of the user's, for what they are, and for what they hold if it is long."""
+
+
+class Sending:
+    """A message to a member: what it is, and what it holds."""
+
+    def __init__(self, communicator: MpiCommunicator, array: Any, to: int, tag: int) -> None:
+        self.communicator, self.to = communicator, to
+        comm, first = communicator.comm, FIRST_MESSAGE_TAG + 2 * tag
+        text = f"{array.dtype.name} {' '.join(map(str, array.shape))}".encode().ljust(HEADER)
+        if array.nbytes <= SHORT:
+            self.owners = text + array.tobytes(), None
+            self.requests = [comm.Isend([self.owners[0], MPI.BYTE], to, first)]
+            return
+        self.owners = text, array
+        self.requests = [comm.Isend([text, MPI.BYTE], to, first)]
+        data = array.reshape(-1).view(np.uint8)
+        for start in range(0, len(data), LIMIT):
+            self.requests.append(comm.Isend([data[start : start + LIMIT], MPI.BYTE], to, first + 1))
+
+    def poll(self) -> bool:
+        """Whether its arrays may be written again."""
+        return tested(self.requests)
+
+    def absent(self) -> list[int]:
+        """The member, if it has left."""
+        return self.communicator.left(self.to)
+
+
+class Receiving:
+    """A message from a member: first what it is comes, with what it holds if that is short; `before` is what the same member
+    sent before it."""
+
+    def __init__(
+        self, communicator: MpiCommunicator, source: int, tag: int, out: Any, before: Receiving | None
+    ) -> None:
+        self.communicator, self.source, self.out, self.before = communicator, source, out, before
+        self.first = FIRST_MESSAGE_TAG + 2 * tag
+        self.header = np.empty(HEADER + SHORT, np.uint8)
+        self.requests = [communicator.comm.Irecv([self.header, MPI.BYTE], source, self.first)]
+        self.array: Any = None
+
+    def poll(self) -> bool:
+        """Go on; whether it is there."""
+        if self.array is None:
+            if not tested(self.requests):
+                return False
+            if self.before is not None and not self.before.poll() and self.before.array is None:
+                return False  # contents come in the order of the messages
+            self.before = None
+            kind, *lengths = self.header[:HEADER].tobytes().decode().split()
+            shape, dtype = tuple(map(int, lengths)), jnp.dtype(kind)
+            self.array = self.out if receives_into(self.out, shape, dtype) else np.empty(shape, dtype)
+            data = self.array.reshape(-1).view(np.uint8)
+            comm, first = self.communicator.comm, self.first + 1
+            if len(data) <= SHORT:
+                data[:] = self.header[HEADER : HEADER + len(data)]
+                return True
+            self.requests = [
+                comm.Irecv([data[start : start + LIMIT], MPI.BYTE], self.source, first)
+                for start in range(0, len(data), LIMIT)
+            ]
+        return tested(self.requests)
+
+    def absent(self) -> list[int]:
+        """The member, if it has left."""
+        return self.communicator.left(self.source)
 
 
 def _one(call: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -173,7 +310,7 @@ def _reduce_directly(p: Prepared, source: int, target: int, bounds: Sequence[Bou
             reduce(own, other, out=own)
         return []
 
-    assert (size - 1) * count * item <= SCRATCH
+    assert size * count * item <= SCRATCH or (size - 1) * count * item <= ONE_STEP
     yield exchange
     yield compute
 
@@ -253,14 +390,46 @@ def _all_to_all(p: Prepared, source: int, target: int) -> Iterator[Start]:
     yield functools.partial(_one, comm.Ialltoallv, send, receive)
 
 
+def _barrier(p: Prepared, source: int, target: int) -> Iterator[Start]:
+    yield functools.partial(_one, p.communicator.comm.Ibarrier)
+
+
 def _broadcast(p: Prepared, source: int, target: int) -> Iterator[Start]:
     comm, root = p.communicator.comm, p.transfer.root
     whole = Piece(comm.rank, 0, p.transfer.items_in)
-    if comm.rank == root:
-        yield functools.partial(_copy, p, source, target, whole, whole)
+    if comm.rank == root and whole.count:
+        to, given = p.memory(target, whole), p.memory(source, whole)
+
+        def copy() -> list[Any]:
+            to[:] = given
+            return []
+
+        yield copy
     for start, count in _runs(p.transfer.items_in):
         buffer = p.spec(target, start, count)
         yield functools.partial(_one, comm.Ibcast, buffer, root)
+
+
+def _reduce(p: Prepared, source: int, target: int) -> Iterator[Start]:
+    comm, op, root = p.communicator.comm, OPS[p.transfer.op], p.transfer.root
+    items, item = p.transfer.items_in, p.transfer.dtype.itemsize
+    size, rank = comm.size, comm.rank
+    if p.communicator.is_direct(items * item):
+        if (size - 1) * items * item <= ONE_STEP:
+            yield from _reduce_directly(p, source, target, [(0, items * (member == root)) for member in range(size)])
+            return
+        for start, count in _runs(items, SEGMENT // item):  # every member reduces a part
+            bounds = [(start + count * i // size, start + count * (i + 1) // size) for i in range(size)]
+            low, high = bounds[rank]
+            own = target + low * item if rank == root else p.communicator.scratch() + (size - 1) * (high - low) * item
+            yield from _reduce_directly(p, source, own, bounds)
+            incoming = [Piece(i, a, b - a) for i, (a, b) in enumerate(bounds) if i != root and rank == root]
+            outgoing = [Piece(root, 0, high - low)] if rank != root else []
+            yield from _pieces(p, own, target, outgoing, incoming)
+        return
+    for start, count in _runs(p.transfer.items_in):
+        receive = p.spec(target, start, count) if comm.rank == root else None
+        yield functools.partial(_one, comm.Ireduce, p.spec(source, start, count), receive, op, root)
 
 
 def _exchange(p: Prepared, source: int, target: int) -> Iterator[Start]:
@@ -274,31 +443,26 @@ def _pieces(
     comm, own = p.communicator.comm, p.communicator.comm.rank
     sends = [(piece.member, p.spec(source, piece.start + s, n)) for piece in outgoing for s, n in _runs(piece.count)]
     receives = [(piece.member, p.spec(target, piece.start + s, n)) for piece in incoming for s, n in _runs(piece.count)]
-    copies = list(zip([x for x in outgoing if x.member == own], [x for x in incoming if x.member == own], strict=True))
+    own_pieces = zip([x for x in outgoing if x.member == own], [x for x in incoming if x.member == own], strict=True)
+    copies = [(p.memory(target, b), p.memory(source, a)) for a, b in own_pieces if a.count]
 
     def start() -> list[Any]:
-        for a, b in copies:
-            _copy(p, source, target, a, b)
+        for to, given in copies:
+            to[:] = given
         requests = [comm.Irecv(spec, member, TAG) for member, spec in receives if member != own]
         return requests + [comm.Isend(spec, member, TAG) for member, spec in sends if member != own]
 
     yield start
 
 
-def _copy(p: Prepared, source: int, target: int, a: Piece, b: Piece) -> list[Any]:
-    size = p.transfer.dtype.itemsize
-    if a.count:
-        to = MPI.memory.fromaddress(target + b.start * size, b.count * size)
-        to[:] = MPI.memory.fromaddress(source + a.start * size, a.count * size)
-    return []
-
-
 BUILD: Final[dict[str, Callable[[Prepared, int, int], Iterator[Start]]]] = {
     "all_gather": _all_gather,
     "all_reduce": _all_reduce,
     "all_to_all": _all_to_all,
+    "barrier": _barrier,
     "broadcast": _broadcast,
     "exchange": _exchange,
+    "reduce": _reduce,
     "reduce_scatter": _reduce_scatter,
 }
 """Per kind of transfer the MPI calls that it takes, one after the other; each starts requests."""

@@ -26,16 +26,21 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from collectives import simulated, watch
-from collectives.communicator import Communicator
+from collectives import watch
+from collectives.communicator import OPEN, Communicator, Receive, Send
 from collectives.errors import BackendError, DivergenceError, TransportError
-from collectives.launch import launch
-from placements.intervals import Bounds
+from collectives.launch import launch, visible_gpus
+from collectives.wire import Transfer
+from collectives.work import Pending
 from placements.mesh import Coordinate, Mesh, group_positions
 
 
 class Alone(Communicator):
     """The communicator of a lone process: rank 0 of 1."""
+
+    def __init__(self) -> None:
+        super().__init__((0,))
+        self.mail: dict[int, list[Any]] = {}
 
     @property
     def rank(self) -> int:
@@ -47,53 +52,130 @@ class Alone(Communicator):
         """Always 1."""
         return 1
 
-    def all_reduce(self, array: Any, *, op: str) -> Any:
-        """See `Communicator.all_reduce`."""
-        return simulated.all_reduce([array], op=op)[0]
-
-    def all_gather(self, array: Any, *, dim: int, sizes: Sequence[int]) -> Any:
-        """See `Communicator.all_gather`."""
-        return simulated.all_gather([array], dim=dim, sizes=sizes)[0]
-
-    def reduce_scatter(self, array: Any, *, op: str, dim: int, sizes: Sequence[int]) -> Any:
-        """See `Communicator.reduce_scatter`."""
-        return simulated.reduce_scatter([array], op=op, dim=dim, sizes=sizes)[0]
-
-    def all_to_all(self, array: Any, *, dim: int, sizes: Sequence[int], to_dim: int, to_sizes: Sequence[int]) -> Any:
-        """See `Communicator.all_to_all`."""
-        return simulated.all_to_all([array], dim=dim, sizes=sizes, to_dim=to_dim, to_sizes=to_sizes)[0]
-
-    def exchange(self, array: Any, *, dim: int, have: Sequence[Bounds], want: Sequence[Bounds]) -> Any:
-        """See `Communicator.exchange`."""
-        return simulated.exchange([array], dim=dim, have=have, want=want)[0]
-
-    def broadcast(self, array: Any, *, root: int) -> Any:
-        """See `Communicator.broadcast`."""
-        return simulated.broadcast([array], root=root)[0]
-
-    def permute(self, array: Any, *, pairs: Sequence[tuple[int, int]]) -> Any:
-        """See `Communicator.permute`."""
-        return simulated.permute([array], pairs=pairs)[0]
-
     def barrier(self) -> None:
         """Return at once."""
+        self.check_usable()
+
+    def begin(self, transfer: Transfer, sent: Any, received: Any, what: Callable[[], str]) -> Pending:
+        """See `Communicator.begin`: what is sent is what is received."""
+        received.reshape(-1)[:] = sent.reshape(-1)
+        return Done()
+
+    def begin_messages(self, sends: Sequence[Send], receives: Sequence[Receive]) -> list[Any]:
+        """See `Communicator.begin_messages`: messages to oneself, in order."""
+        for message in sends:
+            self.mail.setdefault(message.tag, []).append(message.array.copy())
+        return [*(Done() for _ in sends), *(Mail(self.mail, message.tag) for message in receives)]
+
+    def subgroup(self, ranks: tuple[int, ...], name: str) -> Communicator:
+        """Another of itself."""
+        return Alone()
 
 
-@functools.cache
-def world() -> Communicator:
+class Done:
+    """What is done already."""
+
+    def poll(self) -> bool:
+        """It is."""
+        return True
+
+    def absent(self) -> list[int]:
+        """Nobody."""
+        return []
+
+
+class Mail(Done):
+    """A message to oneself that may not be sent yet."""
+
+    def __init__(self, mail: dict[int, list[Any]], tag: int) -> None:
+        self.mail, self.tag, self.array = mail, tag, None
+
+    def poll(self) -> bool:
+        """Whether it is there."""
+        if self.array is None and self.mail.get(self.tag):
+            self.array = self.mail[self.tag].pop(0)
+        return self.array is not None
+
+
+def world(backend: str | None = None) -> Communicator:
     """The communicator of all processes of this job. Communication: none, but for the first call on several processes.
+
+    `backend` is "mpi", for arrays in host memory, "nccl", for arrays on GPUs too, or one that was registered; by default that
+    of the devices that JAX computes on. Raises `BackendError` where it cannot run here.
 
     >>> world().rank, world().size
     (0, 1)
     """
+    name = default_backend() if backend is None else backend
+    host = host_world()
+    if name == "mpi":
+        return host
+    if name not in _BACKENDS:
+        raise BackendError(f"no back end is called {name!r}; there are {', '.join(('mpi', *_BACKENDS))}.")
+    if name not in _WORLDS:
+        with watch.ends_job(f"connecting {host.size} processes by {name!r}", functools.partial(end_job, host)):
+            made = _BACKENDS[name](host)
+        if not isinstance(made, Communicator):
+            raise BackendError(f"back end {name!r} made {type(made).__name__}, and no Communicator.")
+        if (made.rank, made.size) != (host.rank, host.size):
+            raise BackendError(
+                f"back end {name!r} made rank {made.rank} of {made.size} of what is rank {host.rank} of {host.size}."
+            )
+        made.is_world = True
+        _WORLDS[name] = made
+    return _WORLDS[name]
+
+
+def default_backend() -> str:
+    """The back end of the devices that JAX computes on; a lone process talks to nobody."""
+    return "nccl" if launch() is not None and visible_gpus() and jax.default_backend() == "gpu" else "mpi"
+
+
+def register_backend(name: str, factory: Callable[[Communicator], Communicator]) -> None:
+    """Let meshes (`Mesh(..., backend=name)`) and `world(name)` run on a back end of one's own. See docs/backends.md.
+
+    `factory` gets the communicator of all processes in host memory, over which it may exchange addresses or keys, and gives
+    the back end's own of the same ranks. It is called once, when the back end is first used, by every rank. Raises
+    `BackendError` for a name that is taken.
+    """
+    if not name or not callable(factory):
+        raise BackendError(f"register_backend: {name!r} and {factory!r}: a name, and a function of a communicator.")
+    if name in _BACKENDS or name in ("mpi", "simulated"):
+        raise BackendError(f"register_backend: a back end is called {name!r} already.")
+    _BACKENDS[name] = factory
+
+
+def _nccl(host: Communicator) -> Communicator:
+    from collectives import nccl
+
+    return nccl.connect(host)
+
+
+_BACKENDS: Final[dict[str, Callable[[Communicator], Communicator]]] = {"nccl": _nccl}
+_WORLDS: Final[dict[str, Communicator]] = {}
+
+
+def end_job(host: Any, status: int) -> None:
+    """End every process of the job."""
+    if host.size > 1:
+        host.abort(status)
+    os._exit(status)
+
+
+@functools.cache
+def host_world() -> Communicator:
+    """The communicator of all processes of this job, for arrays in host memory."""
     found = launch()
     if found is None:
-        return Alone()
+        alone = Alone()
+        alone.is_world = True
+        return alone
     if os.environ.get("SPMD_CHECK", "") not in ("", "off", "values"):
         raise BackendError(f"SPMD_CHECK={os.environ['SPMD_CHECK']!r}: it may be 'off' or 'values'.")
     mpi = _start_mpi(found.size)
     with watch.ends_job(f"making the communicators of all {found.size} processes (some rank uses no mesh)", mpi.abort):
         connected = mpi.connect(found)
+    connected.is_world = True
     watch.watch_interrupts()
     _install_hooks(connected)
     return connected
@@ -126,12 +208,12 @@ class MeshProcess:
     """This process's place on a mesh: its coordinate, the communicator of all ranks of the mesh, those of groups of axes."""
 
     def __init__(self, mesh: Mesh) -> None:
-        everyone: Any = world()
+        everyone = world(mesh.backend)
         _check_fits(mesh, everyone)
         self.mesh = mesh
         self.coordinate = mesh.coordinate(everyone.rank)
         self.communicator: Any = everyone.subgroup(mesh.ranks, f"{mesh!r}")
-        self.agreement: Any = self.communicator.subgroup(tuple(range(mesh.size)), f"{mesh!r} agreement")
+        self.agreement: Any = host_world().subgroup(mesh.ranks, f"{mesh!r} agreement")
         self.groups: dict[tuple[str, ...], Any] = {}
         self.poison: BaseException | None = None
         self.calls = 0
@@ -143,7 +225,8 @@ class MeshProcess:
     def group(self, axes: tuple[str, ...]) -> Any:
         """The communicator along `axes`, members in their order. Collective over the mesh the first time."""
         if axes not in self.groups:
-            self.groups[axes] = self.communicator.subgroup(self._positions(axes), f"{self.mesh!r} {axes}")
+            groups = group_positions(self.mesh, axes)
+            self.groups[axes] = self.communicator.partition(groups, f"{self.mesh!r} {axes}")
         return self.groups[axes]
 
     def members(self, axes: tuple[str, ...]) -> list[Coordinate]:
@@ -237,8 +320,6 @@ def on_mesh(mesh: Mesh) -> MeshProcess:
 
 
 def _check_fits(mesh: Mesh, everyone: Communicator) -> None:
-    if mesh.backend not in (None, "mpi"):
-        raise BackendError(f"{mesh!r}: no back end is called {mesh.backend!r}; there are 'mpi' and 'simulated'.")
     if mesh.rank_list is None and mesh.size != everyone.size:
         raise BackendError(
             f"{mesh!r} is of size {mesh.size}, and the job has {everyone.size} processes. Start as many, name the mesh's ranks "
@@ -248,6 +329,10 @@ def _check_fits(mesh: Mesh, everyone: Communicator) -> None:
         raise BackendError(f"{mesh!r} names rank {max(mesh.ranks)}; the job has ranks 0 to {everyone.size - 1}.")
     if everyone.rank not in mesh.ranks:
         raise BackendError(f"rank {everyone.rank} is not on {mesh!r}, and runs something on it.")
+    if everyone is host_world() and default_backend() == "nccl":
+        raise BackendError(
+            f"{mesh!r}: programs run on GPUs here, and MPI takes host memory. Set JAX_PLATFORMS=cpu for MPI."
+        )
 
 
 _MADE: Final[list[MeshProcess]] = []
@@ -291,9 +376,13 @@ def _install_hooks(connected: Any) -> None:
         try:
             for made in _MADE:
                 jax.block_until_ready(made.token)  # with asynchronous dispatch a program may be underway
+            for each in list(OPEN):  # what is underway ends, that others wait for
+                each.drain()
             connected.job.announce()
+            for each in list(OPEN):
+                each.close()
         except Exception:
-            traceback.print_exc()
+            sys.stderr.write(f"rank {connected.rank}, at the end of the script:\n{traceback.format_exc()}")
             connected.abort(1)
 
     sys.excepthook = excepthook

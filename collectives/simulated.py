@@ -39,6 +39,14 @@ def reduction_dtype(dtype: Any) -> Any:
     return dtype
 
 
+def kind_of(dtype: Any) -> str:
+    """What an op of parts needs to know of a dtype: bool, integer, float, complex, or key."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return "key"
+    kinds = {"bool": np.bool_, "integer": np.integer, "float": np.floating, "complex": np.complexfloating}
+    return next(name for name, kind in kinds.items() if jnp.issubdtype(dtype, kind))
+
+
 def identity(op: str, dtype: Any) -> np.ndarray[Any, Any]:
     """The 0-d array that leaves any value unchanged under `op`. For floats that of a sum is -0.0: +0.0 loses its sign.
 

@@ -43,7 +43,7 @@ class Case:
     name: str
     arguments: dict[str, Any]
     inputs: tuple[Array, ...]
-    outputs: tuple[Array, ...]
+    outputs: tuple[Array | None, ...]
     tolerance: float = 0.0
 
 
@@ -93,6 +93,9 @@ def _reductions(size: int, dtype: str) -> Iterator[Case]:
         for shape in ((), (3,), (2, 5), (0, 4)):
             parts = [values(shape, dtype, rank) for rank in range(size)]
             yield Case("all_reduce", {"op": op}, tuple(parts), (reduced(parts, op),) * size, tolerance)
+            for root in {0, size - 1}:
+                only = tuple(reduced(parts, op) if rank == root else None for rank in range(size))
+                yield Case("reduce", {"op": op, "root": root}, tuple(parts), only, tolerance)
         for length in (5, size - 1, 0):
             sizes = _chunks(length, size)
             parts = [values((3, length), dtype, rank) for rank in range(size)]
@@ -107,9 +110,17 @@ def _movements(size: int, dtype: str) -> Iterator[Case]:
         whole = values((2, length), dtype, 1)
         parts = tuple(np.split(whole, np.cumsum(sizes)[:-1], axis=1))
         yield Case("all_gather", {"dim": 1, "sizes": sizes}, parts, (whole,) * size)
+        for root in {0, size - 1}:
+            arguments = {"dim": 1, "root": root, "sizes": sizes}
+            yield Case("gather", arguments, parts, tuple(whole if rank == root else None for rank in range(size)))
+            given = tuple(whole if rank == root else np.zeros_like(whole) for rank in range(size))
+            yield Case("scatter", arguments, given, parts)
+            yield Case("scatter", {"dim": 1, "root": root}, given, parts)
         yield _transpose(size, dtype, length)
         yield from _exchanges(size, whole, sizes)
+    yield from _rows(size, dtype)
     parts = tuple(values((2, 3), dtype, rank) for rank in range(size))
+    yield Case("all_gather", {"dim": -1}, parts, (np.concatenate(parts, -1),) * size)
     for root in (0, size - 1):
         yield Case("broadcast", {"root": root}, parts, (parts[root],) * size)
     ring = tuple((rank, (rank + 1) % size) for rank in range(size))
@@ -124,6 +135,20 @@ def _transpose(size: int, dtype: str, length: int) -> Case:
     inputs = tuple(np.split(whole, np.cumsum(rows)[:-1], axis=0))
     outputs = tuple(np.split(whole, np.cumsum(columns)[:-1], axis=2))
     return Case("all_to_all", {"dim": 0, "sizes": rows, "to_dim": 2, "to_sizes": columns}, inputs, outputs)
+
+
+def _rows(size: int, dtype: str) -> Iterator[Case]:
+    """Runs of other lengths from every member to every one, some empty; told, and asked for."""
+    table = [[(3 * i + 2 * j) % 4 for j in range(size)] for i in range(size)]
+    inputs = tuple(values((sum(row), 2), dtype, rank) for rank, row in enumerate(table))
+    pieces = [np.split(array, np.cumsum(row)[:-1]) for array, row in zip(inputs, table, strict=True)]
+    outputs = tuple(np.concatenate([pieces[i][j] for i in range(size)]) for j in range(size))
+    for told in (True, False):
+        by_member = [
+            {"sends": row} | ({"receives": [table[i][rank] for i in range(size)]} if told else {})
+            for rank, row in enumerate(table)
+        ]
+        yield Case("all_to_all_rows", {"by_member": by_member}, inputs, outputs)
 
 
 def _exchanges(size: int, whole: Array, sizes: tuple[int, ...]) -> Iterator[Case]:
@@ -159,9 +184,11 @@ def check_group(functions: dict[str, Callable[..., list[Any]]], size: int) -> in
     """Run every case on functions of all members' arrays. Returns the number of cases; raises `ConformanceError`."""
     count = 0
     for case in cases(size):
+        if case.name not in functions or (case.name == "all_gather" and "sizes" not in case.arguments):
+            continue
         results = functions[case.name]([jnp.asarray(part) for part in case.inputs], **case.arguments)
         for rank, result in enumerate(results):
-            _compare(case, rank, result)
+            compare(case, rank, result)
         count += 1
     return count
 
@@ -171,13 +198,27 @@ def check_communicator(communicator: Communicator) -> int:
     count = 0
     for case in cases(communicator.size):
         method = getattr(communicator, case.name)
-        _compare(case, communicator.rank, method(jnp.asarray(case.inputs[communicator.rank]), **case.arguments))
+        arguments = dict(case.arguments)
+        arguments |= arguments.pop("by_member", [{}] * communicator.size)[communicator.rank]
+        given = case.inputs[communicator.rank]
+        for array in (given, jnp.asarray(given)):  # the result is of the kind of the argument
+            result = method(array, **arguments)
+            compare(case, communicator.rank, result)
+            assert result is None or isinstance(result, jnp.ndarray) is isinstance(array, jnp.ndarray)
         count += 1
     return count
 
 
-def _compare(case: Case, rank: int, result: Any) -> None:
-    found, expected = np.asarray(result), case.outputs[rank]
+def compare(case: Case, rank: int, result: Any) -> None:
+    """Raise `ConformanceError` where member `rank` has another result than the case states."""
+    expected = case.outputs[rank]
+    if expected is None or result is None:
+        if result is not expected:
+            raise ConformanceError(
+                f"{case.name}({case.arguments}) on member {rank}: expected {expected}, found {result}"
+            )
+        return
+    found = np.asarray(result)
     same = found.shape == expected.shape and found.dtype == expected.dtype
     wide = np.complex128 if expected.dtype.kind == "c" else np.float64
     if not same or not np.allclose(

@@ -21,6 +21,9 @@ from collectives.errors import CollectiveTimeout, PeerLeft
 SPINS: Final = 2000
 """Polls before the first look at the clock: some hundreds of microseconds."""
 
+PROGRESS: Final[list[Callable[[], None]]] = []
+"""What goes on while something is waited for."""
+
 _wakeup: list[int] = []
 _ENDING: Final = threading.Event()
 """Set once this process ends the job."""
@@ -39,12 +42,15 @@ def check_end() -> None:
 
 
 def timeout_s() -> float:
-    """The limit in seconds. Raises `ValueError`, naming the variable, where it is no number."""
+    """The limit in seconds. Raises `ValueError`, naming the variable, where it is no number above zero."""
     text = os.environ.get("SPMD_TIMEOUT", "300")
     try:
-        return float(text)
+        found = float(text)
     except ValueError:
-        raise ValueError(f"SPMD_TIMEOUT={text!r}: a number of seconds") from None
+        found = 0.0
+    if not found > 0:
+        raise ValueError(f"SPMD_TIMEOUT={text!r}: a number of seconds, above zero")
+    return found
 
 
 def wait(test: Callable[[], bool], what: Callable[[], str], absent: Callable[[], list[int]]) -> None:
@@ -61,6 +67,8 @@ def wait(test: Callable[[], bool], what: Callable[[], str], absent: Callable[[],
     looked = start
     while not test():
         os.sched_yield()
+        for go_on in PROGRESS:
+            go_on()
         now = time.monotonic()
         if now - looked < 0.001:
             continue
@@ -73,7 +81,7 @@ def wait(test: Callable[[], bool], what: Callable[[], str], absent: Callable[[],
             raise PeerLeft(f"{what()}: {who} left without coming here: the interpreter has ended.")
         if now - start > limit:
             raise CollectiveTimeout(
-                f"{what()}: not done after {limit:g} s (SPMD_TIMEOUT). Some rank of the group never came to this collective."
+                f"{what()}: not done after {limit:g} s (SPMD_TIMEOUT). Some rank did not come to it, or came to another."
             )
 
 

@@ -377,7 +377,8 @@ class LocalExecutable:
         def prepare(transfer: Any) -> Any:
             return group.prepare(transfer, lambda: what)
 
-        return ffi.collective(token, list(map(jnp.asarray, operands)), name, group.rank, group.size, prepare, each)
+        values = list(map(jnp.asarray, operands))
+        return ffi.collective(token, values, name, group.rank, group.size, prepare, each, group.reduces)
 
 
 def _thread_scan(here: LocalExecutable, eqn: Any, token: Any, operands: list[Any], logical: Any) -> list[Any]:

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
+from collectives.simulated import kind_of
 from placements import InvalidPlacement, Layout, Mesh, P, Partial, PartialTypeError
 from placements.layout import merge, partial_fault, resolve
 
@@ -47,11 +44,3 @@ def check_parts(placements: P, mesh: Mesh, ndim: int, dtype: Any | None) -> None
     for _, placement in resolve(placements, mesh, ndim).items(mesh.axis_names):
         if isinstance(placement, Partial) and (fault := partial_fault(placement.op, kind_of(dtype))) is not None:
             raise PartialTypeError(f"{placements!r}: {fault.format(dtype=dtype)}")
-
-
-def kind_of(dtype: Any) -> str:
-    """What an op of parts needs to know of a dtype: bool, integer, float, complex, or key."""
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-        return "key"
-    kinds = {"bool": np.bool_, "integer": np.integer, "float": np.floating, "complex": np.complexfloating}
-    return next(name for name, kind in kinds.items() if jnp.issubdtype(dtype, kind))

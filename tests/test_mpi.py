@@ -16,6 +16,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Final
 
 import pytest
 
@@ -38,7 +39,12 @@ def mpiexec(n: int, *command: str, timeout: float, **environ: str) -> subprocess
     assert MPIEXEC is not None
     extra = ["--allow-run-as-root", "--oversubscribe"] if is_open_mpi() else []
     env = {key: value for key, value in os.environ.items() if not key.startswith(("OMPI_", "PMI"))}
-    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(TESTS), "PYTHONUNBUFFERED": "1", **environ}
+    env |= {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}",
+        "PYTHONUNBUFFERED": "1",
+        **environ,
+    }
     return subprocess.run(
         [MPIEXEC, *extra, "-n", str(n), sys.executable, *command],
         capture_output=True, text=True, errors="replace", timeout=timeout, env=env, cwd=TESTS.parent, check=False,
@@ -58,13 +64,28 @@ def test_ranks(n: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     everything = request.config.getoption("--all")
     parts = {2: "test_cases=0/4", 3: "test_ranks=0/3 test_cases=1/8", 4: "test_ranks=1/3"}
     part = {} if everything else {"SPMD_TEST_PART": parts[n]}
-    targets = [str(TESTS / "ranks" / "test_ranks.py")]
+    targets = [str(TESTS / "ranks" / f"test_{name}.py") for name in ("ranks", "communicator")]
+    targets += [str(TESTS / "ranks" / "test_backends.py")] if n == 2 or everything else []
     targets += [str(TESTS / "test_cases.py")] if n < 4 or everything else []
     targets += [f"{TESTS / 'test_textbook.py'}::{name}" for name in TEXTBOOK]
     targets += [str(TESTS / "test_loops.py")] if n == 2 and everything else []
-    done = mpiexec(n, str(TESTS / "ranks" / "run.py"), str(tmp_path), *targets, timeout=900, SPMD_TIMEOUT="120", **part)
-    logs = {path.stem: path.read_text() for path in sorted(tmp_path.glob("*.log"))}
-    statuses = [path.read_text() for path in sorted(tmp_path.glob("*.status"))]
+    run_on_ranks(n, targets, tmp_path, SPMD_TIMEOUT="120", **part)
+
+
+@pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
+def test_nccl(n: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """The NCCL back end against a stand-in for cupy's NCCL; with `--all` every test for real ranks runs on it too."""
+    everything = request.config.getoption("--all")
+    targets = [str(TESTS / "ranks" / "test_nccl.py")]
+    targets += [str(TESTS / "ranks" / "test_ranks.py"), str(TESTS / "test_cases.py")] if everything else []
+    run_on_ranks(n, targets, tmp_path, SPMD_TIMEOUT="120", SPMD_TEST_BACKEND="standin", SPMD_TEST_PART="test_cases=1/4")
+
+
+def run_on_ranks(n: int, targets: list[str], folder: Path, **environ: str) -> None:
+    """Run tests on every rank; each rank's log is shown where one fails."""
+    done = mpiexec(n, str(TESTS / "ranks" / "run.py"), str(folder), *targets, timeout=900, **environ)
+    logs = {path.stem: path.read_text() for path in sorted(folder.glob("*.log"))}
+    statuses = [path.read_text() for path in sorted(folder.glob("*.status"))]
     shown = "\n".join(f"--- {name}\n{log[-3000:]}" for name, log in logs.items())
     assert done.returncode == 0, f"{shown}\n--- stderr\n{done.stderr[-3000:]}"
     assert statuses == ["0"] * n, shown
@@ -220,11 +241,59 @@ FAULTS: dict[str, tuple[int, str, str, bool]] = {
         4,
         "if rank in (1, 2): time.sleep(3)\nassert world.broadcast(x + rank, root=0)[1] == 1\nprint('fine')", "fine", True,
     ),
+    "work that is underway at the end": (  # it ends, as the others may wait for it
+        2,
+        "if rank == 0: time.sleep(2)\nworld.all_reduce(np.ones(200_000), async_op=True)\n"
+        "world.send(np.ones(100_000), 1 - rank, async_op=True)\nworld.recv(1 - rank, async_op=True)\nprint('fine')",
+        "fine", True,
+    ),
+    "work at the end on several communicators": (  # each rank finishes them in an order of its own
+        2,
+        SHORT + "groups = [world.group(range(2)) for _ in range(6)]\nif rank == 1: time.sleep(0.3)\n"
+        "for g in groups:\n    for _ in range(3): g.all_reduce(np.ones(300_000), async_op=True)\nprint('fine')",
+        "fine", True,
+    ),
+    "communicators of the same ranks": (  # how far a rank came on each is told apart
+        3,
+        "half = world.split(rank // 2)\nsame = half.split(0)\nagain = world.group([0, 1]) if rank < 2 else None\n"
+        "if rank == 1:\n    world.gather(x)\n    sys.exit(0)\nif rank == 2: time.sleep(2)\nworld.gather(x)\nprint('fine')",
+        "fine", True,
+    ),
+    "work at the end that nobody joins": (
+        2, SHORT + "if rank == 0: world.recv(1, async_op=True)", "recv from 1: rank 1 has left", False,
+    ),
+    "a message that never comes": (
+        2,
+        SHORT + "world.barrier()\nif rank == 1: time.sleep(6)\n"
+        "try: world.recv(1) if rank == 0 else None\n"
+        "except collectives.CollectiveTimeout as e: print('caught', e)\n"
+        "if rank == 0: world.all_reduce(x)",
+        "is poisoned", False,
+    ),
+    "a collective of a program that is stuck on a GPU": (  # NCCL knows no time-outs; a stand-in for it
+        2,
+        "import standin\nfrom collectives.nccl import NcclCommunicator\n" + SHORT +
+        "collectives.register_backend('standin', lambda host: NcclCommunicator(host, standin, standin.Device()))\n"
+        "other = Mesh(a=size, backend='standin')\n"
+        "g = spmd.jit(lambda x: x * 2 + x.sum(), mesh=other, in_placements=P(a=Shard(0)))\ng(x)\n"
+        "standin.stuck.append(True)\ng(x)\ntime.sleep(20)\nprint('went on with nothing')",
+        "CollectiveTimeout: <lambda>: all_reduce[a, sum]", False,
+    ),
     "a normal end at different times": (2, "time.sleep(2 * rank)\nprint('fine')", "fine", True),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted(FAULTS))
+VARIANTS: Final = (
+    "a caught exit is forgotten", "a normal end at different times", "a rank compiles again", "communicators of the same ranks",
+    "large arguments that are not ready", "other kinds from one source", "pieces in place of the whole array",
+    "work at the end on several communicators",
+)  # fmt: skip
+"""Faults that are much like others: with `--all` only."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS else name for name in sorted(FAULTS)]
+)
 def test_fault(name: str) -> None:
     """The job ends in time, non-zero where something failed, and says what happened."""
     n, body, message, fine = FAULTS[name]
