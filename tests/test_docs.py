@@ -6,12 +6,14 @@ import contextlib
 import importlib.util
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 
+import collectives
 from spmd.rules import RULES
 
 ROOT = Path(__file__).parents[1]
@@ -40,6 +42,31 @@ def test_the_coverage_page_is_current() -> None:
     page = module.PAGE.read_text()
     assert module.render() == page, "run python docs/make_coverage.py"
     assert all(f"| `{primitive.name}` |" in page for primitive in RULES)
+
+
+def test_torch_distributed_is_mapped_name_by_name() -> None:
+    """Every name in the list, which a script extracted from its documents, is on the page, and what is here exists."""
+    module = script("make_torch_names")
+    listed = {name.removeprefix("torch.distributed.") for name in module.NAMES.read_text().split()}
+    rows = re.findall(r"^\| (`.*?) \| (.*) \|$", (ROOT / "docs" / "torch_distributed.md").read_text(), re.M)
+    names = [name for left, _ in rows for name in re.findall(r"`([^`]*)`", left)]
+    assert len(listed) > 100
+    assert sorted(listed - set(names)) == []
+    assert len(names) == len(set(names)), "a name stands twice"
+    assert all(right.strip() for _, right in rows)
+    world = collectives.world()
+    for owner, name in re.findall(r"`(world|collectives)\.(\w+)", "".join(right for _, right in rows)):
+        assert hasattr(world if owner == "world" else collectives, name), f"{owner}.{name}"
+
+
+def test_the_list_of_torch_names_is_what_the_script_extracts(tmp_path: Path) -> None:
+    """Names are found where they stand, with their package, in calls, in titles; what is private is not."""
+    module = script("make_torch_names")
+    (tmp_path / "a.rst").write_text(
+        ".. autofunction:: torch.distributed.all_reduce\nsee torch.distributed.nn.functional."
+    )
+    (tmp_path / "b.md").write_text("dist.isend(x) and torch.distributed._private, dist.P2POp")
+    assert module.names(tmp_path) == [f"torch.distributed.{name}" for name in ("all_reduce", "isend", "nn.functional")]
 
 
 def cells() -> list[tuple[str, str]]:

@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-PAGES = ("README.md", *(f"docs/{name}.md" for name in ("concepts", "local", "programs", "ranks", "training")))
+NAMES = ("backends", "communicators", "concepts", "local", "programs", "ranks", "training")
+PAGES = ("README.md", *(f"docs/{name}.md" for name in NAMES))
 
 
 @pytest.mark.parametrize("page", PAGES)
