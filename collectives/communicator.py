@@ -659,8 +659,9 @@ def _described(name: str, kinds: Sequence[str]) -> str:
 
 def _memory(address: int, items: int, dtype: np.dtype[Any]) -> Any:
     """Memory at an address as a flat array."""
-    nbytes = items * dtype.itemsize
-    memory: Any = (ctypes.c_uint8 * nbytes).from_address(address) if nbytes else b""
+    if items == 0:
+        return np.empty(0, dtype)
+    memory: Any = (ctypes.c_uint8 * (items * dtype.itemsize)).from_address(address)
     return np.frombuffer(memory, dtype)
 
 
