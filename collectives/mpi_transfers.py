@@ -17,7 +17,7 @@ import numpy as np
 from collectives.calls import receives_into
 from collectives.errors import BackendError, TransportError
 from collectives.watch import wait
-from collectives.wire import FUNCTIONS, Piece, Transfer
+from collectives.wire import FUNCTIONS, Piece, Transfer, pieces_of
 from placements.intervals import Bounds
 
 try:
@@ -339,10 +339,8 @@ def _all_gather(p: Prepared, source: int, target: int) -> Iterator[Start]:
     t, comm = p.transfer, p.communicator.comm
     if t.items_out > LIMIT:
         rank, size = comm.rank, comm.size
-        starts = [sum(t.counts[:i]) for i in range(size)]
         outgoing = [Piece(member, 0, t.counts[rank]) for member in range(size)]
-        incoming = [Piece(member, starts[member], t.counts[member]) for member in range(size)]
-        yield from _pieces(p, source, target, outgoing, incoming)
+        yield from _pieces(p, source, target, outgoing, pieces_of(t.counts))
         return
     send, receive = p.spec(source, 0, t.items_in), p.spec(target, 0, t.items_out)
     if len(set(t.counts)) == 1:
@@ -381,9 +379,7 @@ def _reduce_scatter(p: Prepared, source: int, target: int) -> Iterator[Start]:
 def _all_to_all(p: Prepared, source: int, target: int) -> Iterator[Start]:
     t, comm = p.transfer, p.communicator.comm
     if t.total > LIMIT or t.some_empty:  # Open MPI's Ialltoallv does not end where one member receives nothing
-        outgoing = [Piece(i, sum(t.sends[:i]), count) for i, count in enumerate(t.sends)]
-        incoming = [Piece(i, sum(t.counts[:i]), count) for i, count in enumerate(t.counts)]
-        yield from _pieces(p, source, target, outgoing, incoming)
+        yield from _pieces(p, source, target, pieces_of(t.sends), pieces_of(t.counts))
         return
     send, receive = p.spec(source, 0, t.items_in), p.spec(target, 0, t.items_out)
     send[1], receive[1] = (list(t.sends), None), (list(t.counts), None)

@@ -19,7 +19,7 @@ import functools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
 import jax
@@ -30,7 +30,7 @@ from collectives import watch
 from collectives.communicator import Communicator, Receive, Send
 from collectives.errors import BackendError, CollectiveTimeout, InvalidCollective, TransportError
 from collectives.launch import launch
-from collectives.wire import Piece, Transfer
+from collectives.wire import Piece, Transfer, pieces_of
 from collectives.work import Pending, Work
 
 REDUCED: Final = {
@@ -264,15 +264,19 @@ class NcclCommunicator(Communicator):
 
     def enqueue(self, transfer: Transfer, source: int, target: int, stream: int, what: Callable[[], str]) -> None:
         """Put a transfer on a stream."""
+        self._put(CALLS[transfer.kind](self, transfer, source, target, stream), what)
+
+    def _put(self, calls: Iterable[Call], what: Callable[[], str]) -> None:
+        """Make calls of NCCL's, several as one group. A failure gives the communicator up."""
         try:
-            calls = list(CALLS[transfer.kind](self, transfer, source, target, stream))
-            if len(calls) > 1:
+            made = list(calls)
+            if len(made) > 1:
                 self.library.groupStart()
             try:
-                for call in calls:
+                for call in made:
                     call()
             finally:
-                if len(calls) > 1:
+                if len(made) > 1:
                     self.library.groupEnd()
         except Exception as error:
             raise self.failed(what, error) from error
@@ -309,15 +313,7 @@ class NcclCommunicator(Communicator):
             self._recv(pointer(each.out), each.out.nbytes, each.source, stream) for each in receives if each.out.size
         ]
         what = functools.partial(str, "messages between devices")
-        try:
-            self.library.groupStart()
-            try:
-                for call in calls:
-                    call()
-            finally:
-                self.library.groupEnd()
-        except Exception as error:
-            raise self.failed(what, error) from error
+        self._put(calls, what)
         event = self.device.record(stream)
         found: list[Pending] = [Enqueued(self, event, (each.array,), what, counts=False) for each in sends]
         for message in receives:
@@ -496,9 +492,7 @@ def _all_gather(c: NcclCommunicator, t: Transfer, source: int, target: int, stre
 
 
 def _all_to_all(c: NcclCommunicator, t: Transfer, source: int, target: int, stream: int) -> Iterator[Call]:
-    outgoing = [Piece(i, sum(t.sends[:i]), count) for i, count in enumerate(t.sends)]
-    incoming = [Piece(i, sum(t.counts[:i]), count) for i, count in enumerate(t.counts)]
-    yield from _pieces(c, t, source, target, stream, outgoing, incoming)
+    yield from _pieces(c, t, source, target, stream, pieces_of(t.sends), pieces_of(t.counts))
 
 
 def _exchange(c: NcclCommunicator, t: Transfer, source: int, target: int, stream: int) -> Iterator[Call]:

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from collectives.calls import chunks
 from collectives.communicator import Communicator
 from collectives.errors import ConformanceError
-from placements.intervals import piece
 
 Array = np.ndarray[Any, Any]
 
@@ -97,7 +97,7 @@ def _reductions(size: int, dtype: str) -> Iterator[Case]:
                 only = tuple(reduced(parts, op) if rank == root else None for rank in range(size))
                 yield Case("reduce", {"op": op, "root": root}, tuple(parts), only, tolerance)
         for length in (5, size - 1, 0):
-            sizes = _chunks(length, size)
+            sizes = chunks(length, size)
             parts = [values((3, length), dtype, rank) for rank in range(size)]
             outputs = np.split(reduced(parts, op), np.cumsum(sizes)[:-1], axis=1)
             arguments = {"op": op, "dim": 1, "sizes": sizes}
@@ -106,7 +106,7 @@ def _reductions(size: int, dtype: str) -> Iterator[Case]:
 
 def _movements(size: int, dtype: str) -> Iterator[Case]:
     for length in (7, size, size - 1):
-        sizes = _chunks(length, size)
+        sizes = chunks(length, size)
         whole = values((2, length), dtype, 1)
         parts = tuple(np.split(whole, np.cumsum(sizes)[:-1], axis=1))
         yield Case("all_gather", {"dim": 1, "sizes": sizes}, parts, (whole,) * size)
@@ -131,7 +131,7 @@ def _movements(size: int, dtype: str) -> Iterator[Case]:
 
 def _transpose(size: int, dtype: str, length: int) -> Case:
     whole = values((length, 4, 2), dtype, 2)
-    rows, columns = _chunks(length, size), _chunks(2, size)
+    rows, columns = chunks(length, size), chunks(2, size)
     inputs = tuple(np.split(whole, np.cumsum(rows)[:-1], axis=0))
     outputs = tuple(np.split(whole, np.cumsum(columns)[:-1], axis=2))
     return Case("all_to_all", {"dim": 0, "sizes": rows, "to_dim": 2, "to_sizes": columns}, inputs, outputs)
@@ -171,10 +171,6 @@ def _nan_cases(size: int) -> Iterator[Case]:
             yield Case("all_reduce", {"op": op}, tuple(parts), (reduced(parts, op),) * size)
 
 
-def _chunks(length: int, size: int) -> tuple[int, ...]:
-    return tuple(high - low for low, high in (piece(length, size, i) for i in range(size)))
-
-
 def _bounds(sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     return tuple((end - size, end) for end, size in zip(ends, sizes, strict=True))
@@ -193,14 +189,20 @@ def check_group(functions: dict[str, Callable[..., list[Any]]], size: int) -> in
     return count
 
 
+def member_cases(communicator: Communicator) -> Iterator[tuple[Case, dict[str, Any], Array]]:
+    """Every case with the arguments and the input of this member."""
+    size, rank = communicator.size, communicator.rank
+    for case in cases(size):
+        arguments = dict(case.arguments)
+        arguments |= arguments.pop("by_member", [{}] * size)[rank]
+        yield case, arguments, case.inputs[rank]
+
+
 def check_communicator(communicator: Communicator) -> int:
     """Run every case on this member's side of a communicator. Collective. Returns the number; raises `ConformanceError`."""
     count = 0
-    for case in cases(communicator.size):
+    for case, arguments, given in member_cases(communicator):
         method = getattr(communicator, case.name)
-        arguments = dict(case.arguments)
-        arguments |= arguments.pop("by_member", [{}] * communicator.size)[communicator.rank]
-        given = case.inputs[communicator.rank]
         for array in (given, jnp.asarray(given)):  # the result is of the kind of the argument
             result = method(array, **arguments)
             compare(case, communicator.rank, result)

@@ -297,7 +297,7 @@ def _all_gather(array: Any, rank: int, size: int, *, dim: int, sizes: Sequence[i
     transfer = Transfer("all_gather", np.dtype(items.dtype), counts[rank], sum(counts), counts=counts)
     whole = (sum(sizes), *rest)
     plain = whole if items is array and dim == 0 else None
-    return Arranged(_flat(moved), transfer, lambda x: back(xp_of(x).moveaxis(x.reshape(whole), 0, dim)), plain)
+    return Arranged(_flat(moved), transfer, _placed(back, whole, dim), plain)
 
 
 def _reduce_scatter(
@@ -313,7 +313,7 @@ def _reduce_scatter(
     transfer = Transfer("reduce_scatter", np.dtype(wide.dtype), sum(counts), counts[rank], op=wire_op, counts=counts)
     own = (sizes[rank], *rest)
     plain, finish = _as_it_lies(own, wide is array and dim == 0, op, wire_op, size)
-    return Arranged(_flat(moved), transfer, lambda x: back(xp_of(x).moveaxis(x.reshape(own), 0, dim)), plain, finish)
+    return Arranged(_flat(moved), transfer, _placed(back, own, dim), plain, finish)
 
 
 def _reduce(array: Any, rank: int, size: int, *, op: str, root: int, reduces: Reduces) -> Arranged:
@@ -331,6 +331,16 @@ def _reduce(array: Any, rank: int, size: int, *, op: str, root: int, reduces: Re
     plain, finish = _as_it_lies(shape if rank == root else (0,), wide is array, op, wire_op, size)
     result = (lambda x: back(x.reshape(shape))) if rank == root else _nothing
     return Arranged(_flat(wide), transfer, result, plain, finish, rank != root)
+
+
+def pieces_of(counts: Sequence[int]) -> tuple[Piece, ...]:
+    """Runs of so many items for each member, or from it, one after the other."""
+    return tuple(Piece(i, sum(counts[:i]), count) for i, count in enumerate(counts))
+
+
+def _placed(back: Callable[[Any], Any], shape: Shape, dim: int) -> Callable[[Any], Any]:
+    """From a flat buffer to an array whose first dim belongs at `dim`, and back to its dtype."""
+    return lambda x: back(xp_of(x).moveaxis(x.reshape(shape), 0, dim))
 
 
 def _as_it_lies(
@@ -356,18 +366,15 @@ def _gather(array: Any, rank: int, size: int, *, dim: int, root: int, sizes: Seq
     moved = xp_of(items).moveaxis(items, dim, 0)
     rest = moved.shape[1:]
     counts = [length * math.prod(rest) for length in sizes]
-    incoming = tuple(Piece(i, sum(counts[:i]), count) for i, count in enumerate(counts)) if rank == root else ()
+    incoming = pieces_of(counts) if rank == root else ()
     transfer = Transfer(
         "exchange", np.dtype(items.dtype), counts[rank], sum(piece.count for piece in incoming),
         outgoing=(Piece(root, 0, counts[rank]),), incoming=incoming,
     )  # fmt: skip
     whole = (sum(sizes), *rest)
-
-    def result(buffer: Any) -> Any:
-        return back(xp_of(buffer).moveaxis(buffer.reshape(whole), 0, dim))
-
+    result = _placed(back, whole, dim) if rank == root else _nothing
     plain = (whole if rank == root else (0,)) if items is array and dim == 0 else None
-    return Arranged(_flat(moved), transfer, result if rank == root else _nothing, plain, None, rank != root)
+    return Arranged(_flat(moved), transfer, result, plain, None, rank != root)
 
 
 def _scatter(array: Any, rank: int, size: int, *, dim: int, root: int, sizes: Sequence[int]) -> Arranged:
@@ -375,7 +382,7 @@ def _scatter(array: Any, rank: int, size: int, *, dim: int, root: int, sizes: Se
     moved = xp_of(items).moveaxis(items, dim, 0)
     rest = moved.shape[1:]
     counts = [length * math.prod(rest) for length in sizes]
-    outgoing = tuple(Piece(i, sum(counts[:i]), count) for i, count in enumerate(counts)) if rank == root else ()
+    outgoing = pieces_of(counts) if rank == root else ()
     transfer = Transfer(
         "exchange", np.dtype(items.dtype), sum(piece.count for piece in outgoing), counts[rank],
         outgoing=outgoing, incoming=(Piece(root, 0, counts[rank]),),
@@ -383,7 +390,7 @@ def _scatter(array: Any, rank: int, size: int, *, dim: int, root: int, sizes: Se
     own = (sizes[rank], *rest)
     sent = _flat(moved) if rank == root else _flat(moved)[:0]
     plain = own if items is array and dim == 0 else None
-    return Arranged(sent, transfer, lambda x: back(xp_of(x).moveaxis(x.reshape(own), 0, dim)), plain)
+    return Arranged(sent, transfer, _placed(back, own, dim), plain)
 
 
 def _all_to_all_rows(
@@ -393,14 +400,14 @@ def _all_to_all_rows(
     moved = xp_of(items).moveaxis(items, dim, 0)
     rest = moved.shape[1:]
     row = math.prod(rest)
-    outgoing = tuple(Piece(i, sum(sends[:i]) * row, count * row) for i, count in enumerate(sends))
-    incoming = tuple(Piece(i, sum(receives[:i]) * row, count * row) for i, count in enumerate(receives))
+    outgoing = pieces_of([count * row for count in sends])
+    incoming = pieces_of([count * row for count in receives])
     transfer = Transfer(
         "exchange", np.dtype(items.dtype), sum(sends) * row, sum(receives) * row, outgoing=outgoing, incoming=incoming
     )
     whole = (sum(receives), *rest)
     plain = whole if items is array and dim == 0 else None
-    return Arranged(_flat(moved), transfer, lambda x: back(xp_of(x).moveaxis(x.reshape(whole), 0, dim)), plain)
+    return Arranged(_flat(moved), transfer, _placed(back, whole, dim), plain)
 
 
 def _all_to_all(
@@ -429,7 +436,7 @@ def _all_to_all(
     )
     shape = [to_sizes[rank] if d == to_dim else length for d, length in enumerate(array.shape)]
     whole = (sum(sizes), *(length for d, length in enumerate(shape) if d != dim))
-    return Arranged(xp.concatenate(blocks), transfer, lambda x: back(xp_of(x).moveaxis(x.reshape(whole), 0, dim)))
+    return Arranged(xp.concatenate(blocks), transfer, _placed(back, whole, dim))
 
 
 def _exchange(

@@ -56,10 +56,7 @@ def conformance() -> str:
     counts = []
     for put in (cupy.asarray, jnp.asarray):
         count = 0
-        for case in testing.cases(world.size):
-            arguments = dict(case.arguments)
-            arguments |= arguments.pop("by_member", [{}] * world.size)[world.rank]
-            given = case.inputs[world.rank]
+        for case, arguments, given in testing.member_cases(world):
             if put is cupy.asarray and given.dtype.isbuiltin != 1:
                 continue
             result = getattr(world, case.name)(put(given), **arguments)

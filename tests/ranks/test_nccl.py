@@ -60,10 +60,8 @@ def test_conforms(kind: str) -> None:
     """Every case of the suite, on arrays of the device, on JAX's there, and on the host's: these do not meet NCCL."""
     put = {"device": on_device, "jax": jnp.asarray, "host": np.asarray}[kind]
     count = 0
-    for case in testing.cases(SIZE):
-        arguments = dict(case.arguments)
-        arguments |= arguments.pop("by_member", [{}] * SIZE)[RANK]
-        given = put(case.inputs[RANK])
+    for case, arguments, array in testing.member_cases(WORLD):
+        given = put(array)
         if kind == "device" and given.dtype.isbuiltin != 1:
             continue  # cupy knows no such dtype
         result = getattr(WORLD, case.name)(given, **arguments)
